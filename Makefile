@@ -1,0 +1,54 @@
+# `make help` lists what there is. Everything runs in .venv, which `make setup` makes.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev hooks demo test test-all lint types format bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: .venv/.core ## Make .venv with the package and what it needs to run
+
+setup-dev: .venv/.dev ## Add what tests, lint and types need
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.core: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.dev: .venv/.core
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+hooks: setup-dev ## Check style before every commit
+	$(BIN)/pre-commit install
+
+demo: setup ## Train TRA and RoPE on a small task, and see which one survives length (about 3 minutes)
+	$(BIN)/tra demo
+
+test: setup-dev lint types ## Lint, types and the quick tests
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2
+
+test-all: setup-dev lint types ## All of it, also what is slow: kills, compilers, training runs
+	$(BIN)/python -m pytest -m 'not gpu' -n 2
+
+lint: setup-dev ## Style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup-dev ## Types
+	$(BIN)/mypy
+
+format: setup-dev ## Put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup ## Speed and memory of the operator on this machine
+	$(BIN)/tra bench op
+
+clean: ## Remove .venv and caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

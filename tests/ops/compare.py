@@ -1,0 +1,135 @@
+"""How implementations are compared: exact scores, and an allowed error that plain PyTorch sets.
+
+TRA is discontinuous at the threshold. Queries and keys from multiples of 1/4 in [-2, 2] have the same scores in any
+order of summation and any dtype, ties included, so kept masks agree to the bit. The allowed error follows
+flash-attention's tests: twice that of plain PyTorch in the same dtype, both against float64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import tra
+from tra.ops._inputs import compute_dtype
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_forget: Tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same numbers as leaves of another dtype."""
+        dtypes = (dtype, dtype, dtype, compute_dtype(dtype))
+        return Inputs(*(x.detach().to(d).requires_grad_() for x, d in zip(self, dtypes, strict=True)))
+
+
+def exact_inputs(
+    seed: int = 0,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    n_queries: int = 64,
+    n_keys: int | None = None,
+    width: int = 16,
+    value_width: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
+    """Scores exact in any dtype; gates as at initialisation."""
+    generator = torch.Generator().manual_seed(seed)
+    n_keys = n_queries if n_keys is None else n_keys
+    kv_heads = heads if kv_heads is None else kv_heads
+
+    def grid(*shape: int) -> Tensor:
+        return torch.randint(-8, 9, shape, generator=generator) / 4
+
+    gate = torch.randn(batch, heads, n_queries, generator=generator)
+    return Inputs(
+        grid(batch, heads, n_queries, width),
+        grid(batch, kv_heads, n_keys, width),
+        torch.randn(batch, kv_heads, n_keys, value_width or width, generator=generator).to(dtype).float(),
+        torch.nn.functional.logsigmoid(gate),
+    ).to(dtype)
+
+
+def run(inputs: Inputs, grad_out: Tensor, impl: str, **options: object) -> tuple[Tensor, ...]:
+    """Output and all four gradients."""
+    out = tra.threshold_relative_attention(*inputs, impl=impl, **options)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad_out.to(out.dtype))
+
+
+def plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    threshold: float = 0.0,
+) -> Tensor:
+    """What one would write without thinking of precision: S and P rounded to the dtype, sums in float32.
+
+    Args:
+        seen: `[B, 1, Tq, Tk]` bool.
+    """
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    wide = compute_dtype(dtype)
+    key, value = (x.repeat_interleave(group, 1).to(wide) for x in (key, value))
+    scores = (query.to(wide) @ key.mT * scale).to(dtype).to(wide)
+    kept = seen & (scores > threshold)
+    distance = kept.flip(-1).cumsum(-1).flip(-1)
+    logits = (scores + log_forget[..., None] * distance).masked_fill(~kept, -torch.inf)
+    weights = torch.softmax(logits, -1).masked_fill(~kept.any(-1, keepdim=True), 0.0)
+    return (weights.to(dtype).to(wide) @ value).to(dtype)
+
+
+def run_plain(inputs: Inputs, grad_out: Tensor, seen: Tensor, **options: float) -> tuple[Tensor, ...]:
+    out = plain(*inputs, seen, **options)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad_out.to(out.dtype))
+
+
+def rounding_floor(inputs: Inputs, grad_out: Tensor) -> tuple[float, ...]:
+    """One rounding of the largest term that enters each result, in the precision of the sums.
+
+    Where plain PyTorch happens to be exact (a single key: weight 1, gradient 0) twice its error is 0, yet an
+    implementation may round `dP - sum(P dP)` once.
+    """
+    query, key, value, _ = (x.detach().double() for x in inputs)
+    group = query.shape[1] // key.shape[1]
+    grad_score = float((grad_out.double() @ value.repeat_interleave(group, 1).mT).abs().max())
+    grad_logit = grad_score * query.shape[-1] ** -0.5
+    largest_query, largest_key, largest_value, largest_grad = (
+        float(x.abs().max()) for x in (query, key, value, grad_out)
+    )
+    terms = (largest_value, grad_logit * largest_key, grad_logit * largest_query, largest_grad, grad_score)
+    return tuple(torch.finfo(compute_dtype(inputs.query.dtype)).eps * term for term in terms)
+
+
+def assert_within_rule(
+    got: tuple[Tensor, ...],
+    plainly: tuple[Tensor, ...],
+    exact: tuple[Tensor, ...],
+    floor: tuple[float, ...],
+) -> None:
+    """Error at most twice plain PyTorch's, for the output and every gradient."""
+    names = ("output", "query", "key", "value", "log_forget")
+    for name, ours, theirs, truth, least in zip(names, got, plainly, exact, floor, strict=True):
+        error = _rms(ours.double() - truth.double())
+        allowed = 2 * _rms(theirs.double() - truth.double()) + least
+        assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
+
+
+def _rms(error: Tensor) -> float:
+    """Over the whole tensor, so that one wrong element shows and the luck of a single rounding doesn't."""
+    return float(error.square().mean().sqrt())
+
+
+def causal(n_queries: int, n_keys: int) -> Tensor:
+    """`[1, 1, Tq, Tk]`: queries at the end of the keys."""
+    return torch.ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)[None, None]

@@ -1,0 +1,5 @@
+"""`python -m tra` is the same as `tra`."""
+
+from tra.cli import main
+
+main()

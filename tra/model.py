@@ -1,0 +1,223 @@
+"""The decoder: one implementation for training, decoding and export, whatever the mechanism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tra.attention import MECHANISMS, Cache, LayerCache, ThresholdRelativeAttention
+from tra.naming import unknown_name
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that shapes a decoder."""
+
+    vocab_size: int
+    """Symbols it reads and writes."""
+    d_model: int = 256
+    """Width of the residual stream."""
+    n_layers: int = 4
+    """Blocks of attention and MLP."""
+    n_heads: int = 4
+    """Query heads per layer."""
+    mechanism: str = "tra"
+    """A name from `tra.attention.MECHANISMS`."""
+    n_kv_heads: int | None = None
+    """Key and value heads; as many as query heads by default."""
+    block: Literal["pre", "authors"] = "pre"
+    """"pre" is x + f(norm(x)); "authors" keeps the normalised stream as residual: x = norm(x), x + f(x)."""
+    qk_norm: bool | None = None
+    """Normalise queries and keys; None is the mechanism's published choice."""
+    dropout: float = 0.0
+    """Rate on the attention weights and on the MLP's hidden representation."""
+    embedding_init: Literal["uniform", "normal"] = "uniform"
+    """"uniform" is the authors' U(-0.01, 0.01); "normal" is N(0, 0.02)."""
+    gate_bias: float = 0.0
+    """Initial bias of TRA's forget gate: at 0 a head of width 64 forgets after some 37 kept keys."""
+    rope_theta: float = 500_000.0
+    """Base of rope's wavelengths."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.mechanism not in MECHANISMS:
+            raise ValueError(unknown_name("mechanism", self.mechanism, MECHANISMS))
+        if self.block not in ("pre", "authors"):
+            raise ValueError(f"block must be 'pre' or 'authors', got {self.block!r}")
+        if self.embedding_init not in ("uniform", "normal"):
+            raise ValueError(f"embedding_init must be 'uniform' or 'normal', got {self.embedding_init!r}")
+
+    @classmethod
+    def tiny(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
+        """2 layers, 2 heads, width 128 (Turc et al. 2019)."""
+        return cls(**{"vocab_size": vocab_size, "n_layers": 2, "n_heads": 2, "d_model": 128} | changes)
+
+    @classmethod
+    def mini(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
+        """4 layers, 4 heads, width 256."""
+        return cls(**{"vocab_size": vocab_size, "n_layers": 4, "n_heads": 4, "d_model": 256} | changes)
+
+    @classmethod
+    def medium(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
+        """8 layers, 8 heads, width 512."""
+        return cls(**{"vocab_size": vocab_size, "n_layers": 8, "n_heads": 8, "d_model": 512} | changes)
+
+
+class MLP(nn.Module):
+    """SwiGLU with biases: d -> 4d, split into a linear and a gate half, 2d -> d."""
+
+    def __init__(self, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, 4 * d_model)
+        self.down = nn.Linear(2 * d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, gate = self.up(x).chunk(2, dim=-1)
+        return self.down(self.dropout(linear * F.silu(gate)))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each with its norm, around one of two residual streams."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.kind = config.block
+        mechanism = MECHANISMS[config.mechanism]
+        own = {name: getattr(config, name) for name in mechanism.config_fields}
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.attention = mechanism(
+            config.d_model, config.n_heads, config.n_kv_heads, qk_norm=config.qk_norm, dropout=config.dropout, **own
+        )
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.mlp = MLP(config.d_model, config.dropout)
+
+    def forward(
+        self, x: Tensor, key_mask: Tensor | None, cache: LayerCache | None, document_ids: Tensor | None
+    ) -> Tensor:
+        normed = self.attention_norm(x)
+        residual = normed if self.kind == "authors" else x
+        x = residual + self.attention(normed, key_mask, cache, document_ids)
+        normed = self.mlp_norm(x)
+        residual = normed if self.kind == "authors" else x
+        return residual + self.mlp(normed)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model: no positions are added to the input, the head is untied and has no bias."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_layers)])
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.embedding_init == "uniform":
+            nn.init.uniform_(self.embedding.weight, -0.01, 0.01)
+        else:
+            nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the next token, `[B, T]` -> `[B, T, V]`.
+
+        Args:
+            tokens: `[B, T]` integer ids.
+            key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
+            cache: From `new_cache`; takes the new tokens, however many.
+            document_ids: `[B, T]`: documents packed into one row, which don't see each other.
+        """
+        self._check(tokens)
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x, key_mask, None if cache is None else cache.layers[index], document_ids)
+        return self.head(self.norm(x))
+
+    def new_cache(self) -> Cache:
+        """An empty, growing KV cache."""
+        return Cache(self.config.n_layers)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        key_mask: Tensor | None = None,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue `[B, T]` prompts, padded on either side if `key_mask` says so -> `[B, max_new_tokens]`.
+
+        Args:
+            temperature: 0 takes the likeliest token; otherwise tokens are sampled.
+            generator: Source of randomness for sampling.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        cache, new = self.new_cache(), []
+        logits = self(tokens, key_mask, cache)
+        # The next token follows the last real one, which right padding doesn't move.
+        if key_mask is None:
+            logits = logits[:, -1]
+        else:
+            last = tokens.shape[1] - 1 - key_mask.flip(-1).int().argmax(-1)
+            logits = logits[torch.arange(len(tokens), device=tokens.device), last]
+        while True:
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
+            new.append(chosen)
+            if len(new) == max_new_tokens:
+                return torch.cat(new, dim=1)
+            if key_mask is not None:
+                key_mask = F.pad(key_mask, (0, 1), value=True)
+            logits = self(chosen, key_mask, cache)[:, -1]
+
+    @torch.no_grad()
+    def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
+        """Per TRA layer: kept fraction, rate of null rows and mean δ, each `[H]`. Empty for other mechanisms."""
+        rows: list[dict[str, Tensor]] = []
+
+        def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            assert isinstance(layer, ThresholdRelativeAttention)
+            rows.append(layer.statistics(inputs[0]))
+
+        layers = [m for m in self.modules() if isinstance(m, ThresholdRelativeAttention)]
+        if not layers:
+            return rows
+        hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+        try:
+            self(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return rows
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
+            raise ValueError(f"tokens must be integer ids [B, T], not empty; got {tokens.dtype} {tuple(tokens.shape)}")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            lowest, highest = int(tokens.min()), int(tokens.max())
+            if lowest < 0 or highest >= self.config.vocab_size:
+                raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {lowest}..{highest}")
+
+
+def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor) -> Tensor:
+    """Mean over the positions where `loss_mask` is True; 0 where there is none."""
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    mask = loss_mask.flatten()
+    return (losses * mask).sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,17 @@
+"""The operator: what threshold relative attention computes, and how fast."""
+
+from tra.ops.api import (
+    IMPLEMENTATIONS,
+    attention_map,
+    threshold_relative_attention,
+    threshold_relative_attention_varlen,
+)
+from tra.ops.reference import AttentionMap
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "AttentionMap",
+    "attention_map",
+    "threshold_relative_attention",
+    "threshold_relative_attention_varlen",
+]

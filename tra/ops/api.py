@@ -1,0 +1,194 @@
+"""The public functions: check the input, choose an implementation, call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tra.ops import _inputs
+from tra.ops._dropout import draw_seed
+from tra.ops._inputs import Visible
+from tra.ops.blockwise import blockwise
+from tra.ops.reference import AttentionMap, reference, reference_map
+
+IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
+
+REFERENCE_UP_TO = 512
+"""Keys up to which "auto" takes the reference: below it the whole map is small and fewer, larger calls win."""
+
+
+def threshold_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    *,
+    scale: float | None = None,
+    threshold: float = 0.0,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    score_bound: float | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal attention in which keys below a threshold leave, and distance counts only the keys that remain.
+
+    For query i and key j, with `S_ij = scale · q_i·k_j`: a key is kept when `S_ij > threshold`; its distance
+    `n_ij` is the number of kept keys from j up to i, both counted; its weight is the softmax over kept keys of
+    `S_ij + log_forget_i · n_ij`. Queries stand at the end of the keys: query i sees keys up to `Tk - Tq + i`.
+
+    Args:
+        query: `[B, H, Tq, D]`.
+        key: `[B, Hkv, Tk, D]`; query head h reads key head `h // (H / Hkv)`.
+        value: `[B, Hkv, Tk, Dv]`.
+        log_forget: `[B, H, Tq]`, float32 (float64 with float64 queries), finite and at most 0.
+        scale: Factor on the scores, `1 / sqrt(D)` by default.
+        threshold: A key stays when its scaled score is above it.
+        key_mask: `[B, Tk]` bool. A False key is never kept and never counted, wherever it stands.
+        key_lengths: `[B]` int32. Keys `0..length-1` exist (a static cache), and queries stand at their end.
+        score_bound: A promise that no absolute scaled score exceeds it; lets fast paths skip work.
+        dropout: Rate at which attention weights are dropped, the others scaled up.
+        tolerance: Largest relative weight that an early stop may leave out. None is what the sums cannot
+            show anyway (`2**-24`, for float64 `2**-53`); 0.0 never stops early.
+        impl: "reference", "blockwise" or "triton"; "auto" chooses. A named one never falls back to another.
+
+    Returns:
+        `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    _inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
+    _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
+    visible = _inputs.visible_keys(query, key, key_mask, key_lengths)
+    return _dispatch(query, key, value, log_forget, visible, scale, threshold, score_bound, dropout, tolerance, impl)
+
+
+def threshold_relative_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    threshold: float = 0.0,
+    score_bound: float | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`threshold_relative_attention` over sequences packed one after another, which don't see each other.
+
+    Args:
+        query: `[total_q, H, D]`.
+        key: `[total_k, Hkv, D]`.
+        value: `[total_k, Hkv, Dv]`.
+        log_forget: `[total_q, H]`.
+        cu_seqlens_q: `[S + 1]` int32, rising from 0 to total_q: sequence s has queries `cu[s]..cu[s+1]-1`.
+            A sequence may be empty.
+        cu_seqlens_k: The same for keys; cu_seqlens_q by default.
+
+    The other arguments are those of `threshold_relative_attention`.
+
+    Returns:
+        `[total_q, H, Dv]`.
+    """
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    _inputs.check_packed(query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k)
+    _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
+    visible = _inputs.visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    log_forget = log_forget.T[None]
+    out = _dispatch(query, key, value, log_forget, visible, scale, threshold, score_bound, dropout, tolerance, impl)
+    return out[0].transpose(0, 1)
+
+
+def attention_map(
+    query: Tensor,
+    key: Tensor,
+    log_forget: Tensor,
+    *,
+    scale: float | None = None,
+    threshold: float = 0.0,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    queries: slice = slice(None),
+    keys: slice = slice(None),
+    rows_at_once: int = 256,
+) -> AttentionMap:
+    """Weights, kept keys, distances and scores of a window, for figures.
+
+    Args:
+        queries: Which queries the window shows; all by default.
+        keys: Which keys it shows. Weights and distances are those of the whole row, seen through the window.
+        rows_at_once: Rows held at full length while computing, so that long inputs never need a Tq × Tk map.
+
+    Returns:
+        An `AttentionMap` of tensors `[B, H, queries, keys]`. Without gradients.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    _inputs.check_attention(query, key, None, log_forget, key_mask, key_lengths)
+    _inputs.check_options(scale, threshold, None, 0.0, None)
+    if rows_at_once < 1:
+        raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
+    visible = _inputs.visible_keys(query, key, key_mask, key_lengths)
+    start, stop, step = queries.indices(query.shape[2])
+    if step != 1 or start >= stop:
+        raise ValueError(f"queries must be a non-empty slice of step 1 within 0..{query.shape[2]}, got {queries}")
+    parts = []
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        for begin in range(start, stop, rows_at_once):
+            rows = slice(begin, min(begin + rows_at_once, stop))
+            part = reference_map(
+                query[:, :, rows],
+                key,
+                log_forget[:, :, rows],
+                Visible(visible.first[:, rows], visible.last[:, rows], key_mask),
+                scale=scale,
+                threshold=threshold,
+            )
+            parts.append([x[..., keys].clone() for x in part])
+    return AttentionMap(*(torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)))
+
+
+def _dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    visible: Visible,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    tolerance: float | None,
+    impl: str,
+) -> Tensor:
+    if impl == "auto":
+        impl = "reference" if key.shape[2] <= REFERENCE_UP_TO else "blockwise"
+    seed = draw_seed(query.device) if dropout > 0 else None
+    tolerance = _inputs.default_tolerance(query.dtype) if tolerance is None else tolerance
+    with torch.autocast(query.device.type, enabled=False):  # one precision for the scores, whoever calls
+        if impl == "reference":
+            return reference(
+                query, key, value, log_forget, visible, scale=scale, threshold=threshold, dropout=dropout, seed=seed
+            )
+        if impl == "blockwise":
+            return blockwise(
+                query,
+                key,
+                value,
+                log_forget,
+                visible,
+                scale=scale,
+                threshold=threshold,
+                score_bound=score_bound,
+                dropout=dropout,
+                seed=seed,
+                tolerance=tolerance,
+            )
+    if impl == "triton":
+        raise RuntimeError("impl='triton' is not available: the fused kernels are not part of this version")
+    raise ValueError(f"unknown impl {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
