@@ -3,19 +3,155 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from typing import Annotated, Literal
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from tra._display import EvaluationDisplay, TrainingDisplay, results_table
+
+Json = Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff]
+
+
+def train(
+    overrides: tyro.conf.Positional[tuple[str, ...]] = (),
+    /,
+    preset: str | None = None,
+    config: Path | None = None,
+    out: Path | None = None,
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    time_limit: str | None = None,
+    device: str | None = None,
+) -> int:
+    """Train one run. A run is a folder; a killed one goes on with --resume as if nothing had happened.
+
+    Args:
+        overrides: Changes to the config, as in `train.steps=500 model.mechanism=rope`.
+        preset: A published run by name; an unknown name lists them.
+        config: A config.json, instead of a preset.
+        out: The run's folder; runs/<preset>-<mechanism> by default.
+        resume: Go on with the run in the folder, or start it if there is none.
+        overwrite: Throw away the run that is in the folder.
+        time_limit: Checkpoint and stop in time, as in 9m, 90s or 1h30m.
+        device: cpu or cuda; a GPU by default if there is one.
+    """
+    from tra import train as training
+    from tra.config import RunConfig
+    from tra.presets import PRESETS
+    from tra.presets import preset as build
+
+    limit = None if time_limit is None else parse_duration(time_limit)
+    if preset is not None and config is not None:
+        raise ValueError("give either --preset or --config")
+    run_config = build(preset) if preset is not None else RunConfig.load(config) if config is not None else None
+    if run_config is None and not (resume and out is not None):
+        raise ValueError(f"say what to train: --preset {' | '.join(PRESETS)}, --config FILE, or --resume --out FOLDER")
+    if overrides:
+        if run_config is None:
+            raise ValueError("overrides need a --preset or --config to apply to")
+        run_config = run_config.override(overrides)
+    if out is None:
+        assert run_config is not None
+        out = Path("runs") / f"{preset or run_config.task.name}-{run_config.model.mechanism}"
+    with TrainingDisplay(str(out)) as display:
+        result = training.train(
+            run_config,
+            out,
+            resume=resume,
+            overwrite=overwrite,
+            time_limit=limit,
+            device=training.pick_device(device),
+            progress=display,
+        )
+    if result.done:
+        print(f"done after {result.step:,} steps: {out} (next: tra evaluate {out})")
+        return 0
+    print(f"stopped at step {result.step:,} ({result.reason}); go on with: tra train --resume --out {out}")
+    return {"SIGINT": 130, "SIGTERM": 143}.get(result.reason, 0)
+
+
+def evaluate(
+    run: tyro.conf.Positional[str],
+    /,
+    splits: tuple[str, ...] = (),
+    examples: int | None = None,
+    rows: Path | None = None,
+    seed: int = 0,
+    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: str | None = None,
+    as_json: Json = False,
+) -> int:
+    """Exact match of a trained run, split by split, with 95 % intervals; also written to its eval.jsonl.
+
+    Args:
+        run: A run folder, or the name of a run that ships with the package (flipflop-tra).
+        splits: Splits to look at; those of the run's config by default.
+        examples: Test sequences per split.
+        rows: A file of flip-flop text rows (w1i0r1…) to score instead.
+        seed: Of the test sequences.
+        precision: bfloat16 on a GPU by default, else float32.
+        device: cpu or cuda; a GPU by default if there is one.
+        as_json: Print JSON lines instead of a table.
+    """
+    from tra import evaluate as evaluation
+    from tra.run import SHIPPED
+    from tra.train import pick_device
+
+    chosen = pick_device(device)
+    folder, config, model = evaluation.load(run, chosen)
+    task = config.task.build()
+    with EvaluationDisplay(quiet=as_json) as display:
+        if rows is not None:
+            results = iter(
+                [evaluation.evaluate_rows(model, task, rows, config.evaluate, precision=precision, device=chosen)]
+            )
+        else:
+            results = evaluation.evaluate_task(
+                model,
+                task,
+                config.evaluate,
+                splits=splits,
+                examples=examples,
+                seed=seed,
+                precision=precision,
+                device=chosen,
+                progress=display,
+            )
+        if SHIPPED not in folder.path.resolve().parents:  # what ships with the package stays as it is
+            results = evaluation.evaluate_run(folder, results)
+        found = list(results)
+    if as_json:
+        for result in found:
+            print(json.dumps(asdict(result)))
+    else:
+        Console().print(results_table({config.model.mechanism: found}))
+    return 0
+
+
+def demo(out: Path = Path("demo"), seed: int = 0) -> int:
+    """Train TRA and RoPE side by side on a small task, and see which one survives length. Takes minutes on a laptop.
+
+    Args:
+        out: Where runs, table and figure go. What an earlier demo left there is replaced.
+        seed: Of initialisation and data.
+    """
+    from tra.demo import run_demo
+
+    return run_demo(out, seed)
+
 
 def bench(
-    what: Annotated[Literal["op"], tyro.conf.Positional] = "op",
+    what: tyro.conf.Positional[Literal["op"]] = "op",
     /,
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-) -> None:
+    as_json: Json = False,
+) -> int:
     """Measure speed and memory on this machine.
 
     Args:
@@ -24,14 +160,13 @@ def bench(
     """
     from tra.bench.op import bench_op
 
-    console = Console(stderr=True)
-    with console.status("measuring") as status:
-        result = bench_op(progress=lambda text: status.update(f"measuring {text}"))
+    with Console(stderr=True).status("measuring") as status:
+        result: dict[str, Any] = bench_op(progress=lambda text: status.update(f"measuring {text}"))
     if as_json:
         print(json.dumps(result, indent=2))
-        return
+        return 0
     table = Table("implementation", "length", "forward", "backward", "peak memory")
-    for row in result["rows"]:  # type: ignore[attr-defined]
+    for row in result["rows"]:
         table.add_row(
             row["impl"],
             f"{row['length']:,}",
@@ -40,15 +175,36 @@ def bench(
             f"{row['peak_mib']:.0f} MiB",
         )
     Console().print(table)
-    print(f"at 4,096 tokens blockwise is {result['speedup']:.1f} times as fast as reference, forward and backward")
-    print(f"at 16,384 tokens it takes {result['memory_ratio']:.2f} of the memory of a single head's T × T map")
+    short, long = result["rows"][1]["length"], result["rows"][2]["length"]
+    print(f"at {short:,} tokens blockwise is {result['speedup']:.1f} times as fast as reference, forward and backward")
+    print(f"at {long:,} tokens it takes {result['memory_ratio']:.2f} of the memory of a single head's T × T map")
+    return 0
+
+
+VERBS: dict[str, Callable[..., int]] = {"demo": demo, "train": train, "evaluate": evaluate, "bench": bench}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of 90, 90s, 9m or 1h30m."""
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    if not match or not text:
+        raise ValueError(f"a duration reads 90s, 9m or 1h30m, got {text!r}")
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def main() -> None:
     """Entry point of `tra` and of `python -m tra`."""
-    verbs = {"bench": bench}
+    from tra.train import DiskFullError
+
     try:
-        tyro.extras.subcommand_cli_from_dict(verbs, prog="tra", description="Threshold Relative Attention.")
+        status = tyro.extras.subcommand_cli_from_dict(
+            VERBS, prog="tra", description="Threshold Relative Attention.", sort_subcommands=False
+        )
     except ValueError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except DiskFullError as error:
+        print(f"tra: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    raise SystemExit(status)

@@ -216,8 +216,16 @@ class Decoder(nn.Module):
                 raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {lowest}..{highest}")
 
 
-def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor) -> Tensor:
-    """Mean over the positions where `loss_mask` is True; 0 where there is none."""
+def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor | None = None) -> Tensor:
+    """Mean over the positions where `loss_mask` is True; 0 where there is none.
+
+    Args:
+        logits: `[B, T, V]`.
+        targets: `[B, T]`.
+        loss_mask: `[B, T]` bool.
+        count: Positions to divide by, when this is a piece of a larger batch; those of the mask by default.
+    """
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     mask = loss_mask.flatten()
-    return (losses * mask).sum() / mask.sum().clamp(min=1)
+    count = mask.sum().clamp(min=1) if count is None else count
+    return (losses * mask).sum() / count

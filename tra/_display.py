@@ -1,0 +1,113 @@
+"""What the command shows: progress bars on a terminal, lines elsewhere, and tables."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tra.evaluate import SplitResult
+from tra.train import Progress as TrainingProgress
+
+
+class _Display:
+    """A rich progress bar that is only there on a terminal."""
+
+    def __init__(self, *columns: Any, quiet: bool = False) -> None:
+        self.console = Console(stderr=True)
+        self.live = self.console.is_terminal and not quiet
+        self.bar = Progress(*columns, console=self.console, disable=not self.live)
+
+    def __enter__(self) -> Any:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+
+class TrainingDisplay(_Display):
+    """Loss, accuracy, tokens per second and time left; one line per log when not on a terminal."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+        )
+        self.title = title
+        self.bar_id: Any = None
+        self.begun = time.monotonic()
+        self.from_step: int | None = None
+
+    def __call__(self, progress: TrainingProgress) -> None:
+        if progress.message:
+            self.console.print(f"{self.title}: {progress.message}", markup=False, highlight=False)
+            return
+        if self.from_step is None:
+            self.from_step = progress.step - 1
+            self.bar_id = self.bar.add_task(self.title, total=progress.steps, completed=self.from_step, numbers="")
+        self.bar.update(self.bar_id, completed=progress.step)
+        if progress.metrics is None:
+            return
+        numbers = metrics_line(progress.metrics)
+        self.bar.update(self.bar_id, numbers=numbers)
+        if not self.live:
+            spent = time.monotonic() - self.begun
+            left = spent / (progress.step - self.from_step) * (progress.steps - progress.step)
+            print(f"{self.title} step {progress.step}/{progress.steps} {numbers} left {left:.0f}s", flush=True)
+        if progress.metrics.get("dead_heads"):
+            heads = ", ".join(progress.metrics["dead_heads"])
+            self.console.print(f"{self.title}: heads (layer.head) that keep no key at all: {heads}", highlight=False)
+
+
+class EvaluationDisplay(_Display):
+    """One bar for all splits."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__(
+            TextColumn("evaluating {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            quiet=quiet,
+        )
+        self.tasks: dict[str, Any] = {}
+
+    def __call__(self, split: str, done: int, total: int) -> None:
+        if split not in self.tasks:
+            self.tasks[split] = self.bar.add_task(split, total=total)
+        self.bar.update(self.tasks[split], completed=done)
+
+
+def metrics_line(metrics: dict[str, Any]) -> str:
+    """`loss 0.0123 accuracy 0.998 exact 0.97 81k tokens/s kept 0.31 null 0.02`"""
+    line = (
+        f"loss {metrics['loss']:.4f} accuracy {metrics['accuracy']:.3f} exact {metrics['exact']:.3f} "
+        f"{metrics['tokens_per_second'] / 1e3:.0f}k tokens/s"
+    )
+    if "kept" in metrics:
+        kept, null = (" ".join(f"{sum(heads) / len(heads):.2f}" for heads in metrics[key]) for key in ("kept", "null"))
+        line += f" kept {kept} null {null}"
+    return line
+
+
+def results_table(results: dict[str, list[SplitResult]]) -> Table:
+    """Exact match and interval, a row per split, a column per run."""
+    table = Table("split", "lengths", "sequences", *results, title="exact match (95 % interval)")
+    first = next(iter(results.values()))
+    for index, row in enumerate(first):
+        lengths = f"{row.shortest}" if row.shortest == row.longest else f"{row.shortest}-{row.longest}"
+        cells = [
+            f"{found[index].exact:.4f} ({found[index].low:.4f}-{found[index].high:.4f})" for found in results.values()
+        ]
+        table.add_row(row.split, lengths, f"{row.examples:,}", *cells)
+    return table

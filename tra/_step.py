@@ -1,0 +1,113 @@
+"""One optimiser step, plain or as a compiled CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from tra.config import RunConfig
+from tra.model import masked_cross_entropy
+from tra.tasks import Batch
+
+COUNTS = 5
+"""What a step gives back: loss, tokens right, tokens scored, sequences right, sequences."""
+
+StepFunction = Callable[[Batch], Tensor]
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """bfloat16 where it is asked for, and by "auto" on a GPU."""
+    enabled = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+def score(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens right, tokens scored, and sequences in which every scored token is right; the last `[B]` bool."""
+    right = logits.argmax(-1) == batch.targets
+    counted = batch.loss_mask
+    return (right & counted).sum(), counted.sum(), (right | ~counted).all(-1)
+
+
+def make_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, size: int, device: torch.device
+) -> StepFunction:
+    """The step of a run: batch -> `[COUNTS]` float64, on the device."""
+    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+
+    def loss_and_counts(tokens: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(tokens)
+        loss = masked_cross_entropy(logits, targets, loss_mask, count)
+        correct, scored, exact = score(logits.detach(), Batch(tokens, targets, loss_mask))
+        rows = torch.full_like(scored, len(tokens))
+        return loss, torch.stack([loss.detach().double(), correct, scored, exact.sum(), rows])
+
+    function = torch.compile(loss_and_counts, dynamic=False) if compiled else loss_and_counts
+    parameters = list(model.parameters())
+
+    def step(batch: Batch) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        count = batch.loss_mask.sum().clamp(min=1)
+        sums = torch.zeros(COUNTS, dtype=torch.float64, device=device)
+        pieces = zip(*(x.chunk(config.train.accumulate) for x in batch), strict=True)
+        for tokens, targets, loss_mask in pieces:
+            with autocast(device, config.train.precision):
+                loss, counts = function(tokens, targets, loss_mask, count)
+            loss.backward()
+            sums += counts
+        if config.optim.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, config.optim.clip)
+        optimizer.step()
+        return sums
+
+    if compiled and device.type == "cuda":
+        return _graphed(step, model, optimizer, (config.train.batch_size, size), device)
+    return step
+
+
+def _graphed(
+    step: StepFunction,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> StepFunction:
+    """Capture a whole step; replaying it costs one launch. Warming up leaves weights and state as they were."""
+    static = Batch(
+        torch.zeros(shape, dtype=torch.int64, device=device),
+        torch.zeros(shape, dtype=torch.int64, device=device),
+        torch.ones(shape, dtype=torch.bool, device=device),
+    )
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {
+        (parameter, key): value.clone()
+        for parameter in model.parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(static)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        sums = step(static)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(weights[name])
+        for parameter in model.parameters():
+            for key, value in optimizer.state[parameter].items():
+                old = state.get((parameter, key))
+                value.zero_() if old is None else value.copy_(old)
+
+    def replay(batch: Batch) -> Tensor:
+        for mine, given in zip(static, batch, strict=True):
+            mine.copy_(given)
+        graph.replay()
+        return sums
+
+    return replay

@@ -1,0 +1,60 @@
+"""The demo: TRA and its rivals on one small task, trained here and now, and judged beyond their training length."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from tra import evaluate as evaluation
+from tra._display import EvaluationDisplay, TrainingDisplay, results_table
+from tra.attention import MECHANISMS
+from tra.presets import preset
+from tra.report.exact_match import draw_exact_match
+from tra.run import RunFolder
+from tra.train import pick_device, train
+
+RIVALS = tuple(name for name in ("tra", "rope", "forgetting") if name in MECHANISMS)
+
+
+def run_demo(out: Path, seed: int = 0, steps: int | None = None) -> int:
+    """Train, evaluate, show a table, and save it with a figure under `out`."""
+    console = Console()
+    device = pick_device("cpu")
+    config = preset("demo")
+    task = config.task.build()
+    train_length = task.lengths("train").longest
+    if out.exists() and any(out.iterdir()) and not (out / RIVALS[0] / "config.json").is_file():
+        raise ValueError(f"{out} exists and was not left by a demo: choose another --out")
+    shutil.rmtree(out, ignore_errors=True)
+    console.print(
+        f"Flip-flop: remember the last written bit through noise. Trained on {train_length} symbols, "
+        f"tested on up to {16 * train_length:,}.",
+        highlight=False,
+    )
+    results: dict[str, list[evaluation.SplitResult]] = {}
+    for mechanism in RIVALS:
+        changes = [f"model.mechanism={mechanism}", f"train.seed={seed}"]
+        if steps is not None:
+            changes.append(f"train.steps={steps}")
+        folder = out / mechanism
+        with TrainingDisplay(mechanism) as display:
+            result = train(config.override(changes), folder, device=device, progress=display)
+        if not result.done:
+            console.print(f"stopped at step {result.step:,} of {mechanism}")
+            return 130
+        run = RunFolder(folder)
+        with EvaluationDisplay() as display:
+            found = evaluation.evaluate_task(run.load_model(), task, config.evaluate, progress=display)
+            results[mechanism] = list(evaluation.evaluate_run(run, found))
+    console.print(results_table(results))
+    figure = out / "exact-match.png"
+    draw_exact_match({name: [dataclasses.asdict(row) for row in rows] for name, rows in results.items()}, figure)
+    console.print(
+        f"Keys that don't matter leave TRA's softmax and don't count as distance, so a longer sequence looks like a "
+        f"short one.\nFigure: {figure}. Runs: {out}. Next: tra train --help",
+        highlight=False,
+    )
+    return 0

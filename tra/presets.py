@@ -1,0 +1,152 @@
+"""Published runs: one function each, which returns the whole config.
+
+Sizes, steps and batches are the paper's; its learning rates for copy, induct and instruct aren't known, so those are
+ours. Each has a `-quick` sister that ends in minutes on one GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
+from tra.model import DecoderConfig
+from tra.naming import unknown_name
+from tra.tasks.copy import SMALL
+
+
+def _paper(task: TaskConfig, optim: OptimConfig, train: TrainConfig, evaluate: EvalConfig) -> RunConfig:
+    """The paper's mini model: the authors' block, dropout 0.01."""
+    model = DecoderConfig.mini(vocab_size=len(task.build().vocabulary), block="authors", dropout=0.01)
+    return RunConfig(task, model, optim, train, evaluate)
+
+
+def flipflop() -> RunConfig:
+    """Flip-flop as published: mini, 512 symbols, batch 64, 20,000 steps, lr 1e-4."""
+    return _paper(
+        TaskConfig("flipflop"),
+        OptimConfig(lr=1e-4),
+        TrainConfig(steps=20_000, batch_size=64, checkpoint_every=2000),
+        EvalConfig(
+            examples_of={
+                "iid": 16_000,
+                "sparse": 160_000,
+                "dense": 4_000,
+                "2x": 4_000,
+                "4x": 2_000,
+                "16x": 500,
+                "64x": 100,
+            },
+            batch_tokens=131_072,
+        ),
+    )
+
+
+def flipflop_quick() -> RunConfig:
+    """Flip-flop in two minutes on a GPU: tiny, 128 symbols, 3,000 steps."""
+    config = flipflop()
+    return dataclasses.replace(
+        config,
+        task=TaskConfig("flipflop", {"length": 128}),
+        model=DecoderConfig.tiny(vocab_size=5, block="authors", dropout=0.01),
+        optim=OptimConfig(lr=1e-3),
+        train=TrainConfig(steps=3000, batch_size=64),
+        evaluate=EvalConfig(examples=2000, examples_of={"64x": 100}),
+    )
+
+
+def _input_up_to_50(name: str, arguments: dict[str, int] | None = None) -> RunConfig:
+    return _paper(
+        TaskConfig(name, arguments or {}),
+        OptimConfig(lr=3e-4),
+        TrainConfig(steps=100_000, batch_size=128, checkpoint_every=5000),
+        EvalConfig(examples=2000, examples_of={} if name == "instruct" else {"64x": 200}),
+    )
+
+
+def _quick(config: RunConfig, steps: int = 5000) -> RunConfig:
+    return dataclasses.replace(
+        config,
+        optim=dataclasses.replace(config.optim, lr=1e-3),
+        train=dataclasses.replace(config.train, steps=steps, checkpoint_every=1000),
+        evaluate=dataclasses.replace(config.evaluate, examples=500),
+    )
+
+
+def copy() -> RunConfig:
+    """Copy, inputs of 1-50 symbols from 64: mini, batch 128, 100,000 steps."""
+    return _input_up_to_50("copy")
+
+
+def copy_small() -> RunConfig:
+    """Copy with an alphabet of 4, in which symbols repeat."""
+    return _input_up_to_50("copy", {"alphabet": SMALL})
+
+
+def copy_exact() -> RunConfig:
+    """Copy with every training input exactly 50 long, the other reading of the paper."""
+    return _input_up_to_50("copy", {"shortest": 50})
+
+
+def induct() -> RunConfig:
+    """Induct, inputs of 2-50 symbols from 64: mini, batch 128, 100,000 steps."""
+    return _input_up_to_50("induct")
+
+
+def induct_small() -> RunConfig:
+    """Induct with an alphabet of 4."""
+    return _input_up_to_50("induct", {"alphabet": SMALL})
+
+
+def induct_exact() -> RunConfig:
+    """Induct with every training input exactly 50 long."""
+    return _input_up_to_50("induct", {"shortest": 50})
+
+
+def instruct() -> RunConfig:
+    """Instruct, seven operations on 0-50 symbols: mini, batch 128, 100,000 steps."""
+    return _input_up_to_50("instruct")
+
+
+def mqar() -> RunConfig:
+    """Multi-query associative recall: mini, 64 tokens, batch 128, 20,000 steps."""
+    config = _input_up_to_50("mqar")
+    evaluate = EvalConfig(examples=1000, examples_of={"16384": 100, "65536": 20})
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20_000), evaluate=evaluate)
+
+
+def demo() -> RunConfig:
+    """The demo's: flip-flop of 64 symbols on a CPU in a minute. Pre-norm, 2 layers, 2 heads, width 64."""
+    return RunConfig(
+        TaskConfig("flipflop", {"length": 64}),
+        DecoderConfig(vocab_size=5, d_model=64, n_layers=2, n_heads=2, embedding_init="normal"),
+        OptimConfig(lr=1e-3, clip=1.0),
+        TrainConfig(steps=1000, batch_size=64, log_every=50, checkpoint_every=500),
+        EvalConfig(examples=500, examples_of={"16x": 200}, splits=("iid", "sparse", "dense", "4x", "16x")),
+    )
+
+
+PRESETS: dict[str, Callable[[], RunConfig]] = {
+    "demo": demo,
+    "flipflop": flipflop,
+    "flipflop-quick": flipflop_quick,
+    "copy": copy,
+    "copy-small": copy_small,
+    "copy-exact": copy_exact,
+    "copy-quick": lambda: _quick(copy()),
+    "induct": induct,
+    "induct-small": induct_small,
+    "induct-exact": induct_exact,
+    "induct-quick": lambda: _quick(induct()),
+    "instruct": instruct,
+    "instruct-quick": lambda: _quick(instruct()),
+    "mqar": mqar,
+    "mqar-quick": lambda: _quick(mqar(), steps=3000),
+}
+
+
+def preset(name: str) -> RunConfig:
+    """The config of a preset, checked."""
+    if name not in PRESETS:
+        raise ValueError(unknown_name("preset", name, PRESETS))
+    return PRESETS[name]().resolved()

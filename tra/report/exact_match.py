@@ -1,0 +1,42 @@
+"""Exact match by split, mechanisms side by side, with their 95 % intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from tra.report._style import colour, styled
+
+
+def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draw rows of eval.jsonl.
+
+    Args:
+        results: Per mechanism its rows, the same splits in the same order.
+        path: Where the figure goes; the suffix says the format.
+    """
+    splits = [row["split"] for row in next(iter(results.values()))]
+    lengths = [row["longest"] for row in next(iter(results.values()))]
+    width = 0.8 / len(results)
+    with styled():
+        figure, axes = plt.subplots(figsize=(1.2 * len(splits) + 1.5, 3.2))
+        for number, (mechanism, rows) in enumerate(results.items()):
+            places = [index + (number - (len(results) - 1) / 2) * width for index in range(len(rows))]
+            heights = [row["exact"] for row in rows]
+            errors = [
+                [max(0.0, row["exact"] - row["low"]) for row in rows],
+                [max(0.0, row["high"] - row["exact"]) for row in rows],
+            ]
+            bars = axes.bar(places, heights, width * 0.95, color=colour(mechanism), label=mechanism)
+            axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
+            axes.bar_label(bars, labels=[f"{100 * height:.0f}" for height in heights], padding=3, fontsize=8)
+        axes.set_xticks(range(len(splits)), [f"{s}\n{n:,} symbols" for s, n in zip(splits, lengths, strict=True)])
+        axes.set_ylabel("sequences without an error")
+        axes.set_ylim(0, 1.12)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+        axes.legend(ncols=len(results), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        figure.savefig(path)
+        plt.close(figure)
