@@ -18,7 +18,7 @@ COLOURS = {
     "nope": "#7F7F7F",
 }
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: Any = {
     "figure.dpi": 150,
     "font.size": 10,
     "axes.spines.top": False,
