@@ -28,8 +28,11 @@ def keep_weights(seed: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Te
     Returns:
         `[..., K]` bool, True with probability `1 - rate`.
     """
-    row_state = _mix(rows & _LOW ^ _mix(seed & _LOW) ^ _mix(rows >> 32))
-    column_state = columns * 0x9E3779B9 & _LOW
+    # The seed goes in before any multiplication: compilers take arithmetic on bare indices for int32.
+    row_seed = _mix(seed & _LOW)
+    column_seed = _mix(row_seed ^ 0x5BD1E995)
+    row_state = _mix(rows + row_seed & _LOW)
+    column_state = (columns + column_seed) * 0x9E3779B9 & _LOW
     return _mix(row_state[..., None] ^ column_state) >= int(rate * 2**32)
 
 
