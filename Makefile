@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev hooks demo test test-all lint types format bench clean
+.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -31,10 +31,11 @@ demo: setup ## Train TRA and RoPE on a small task, and see which one survives le
 	$(BIN)/tra demo
 
 test: setup-dev lint types ## Lint, types and the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not gpu' -n 2
+	$(BIN)/python -m pytest -m 'not slow and not timing and not gpu' -n 2
 
 test-all: setup-dev lint types ## All of it, also what is slow: kills, compilers, training runs
-	$(BIN)/python -m pytest -m 'not gpu' -n 2
+	$(BIN)/python -m pytest -m 'not timing and not gpu' -n 2
+	$(BIN)/python -m pytest -m timing
 
 lint: setup-dev ## Style
 	$(BIN)/ruff format --check .
@@ -50,5 +51,8 @@ format: setup-dev ## Put the code into shape
 bench: setup ## Speed and memory of the operator on this machine
 	$(BIN)/tra bench op
 
+report: setup ## Rebuild tables and figures under results/ from the committed runs
+	$(BIN)/tra report results/flipflop/tra results/flipflop/rope --out results/flipflop
+
 clean: ## Remove .venv and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from hypothesis import HealthCheck, settings
 
 # Tensors make first examples slow; the number of examples, not a clock, bounds a property test.
 settings.register_profile("tra", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tra")
-torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# Workers side by side get one thread each, and so do their children: more threads than cores wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)

@@ -47,7 +47,9 @@ def test_lower_layers_do_not_know_the_upper(lower: str, upper: str) -> None:
 @pytest.mark.parametrize("part", ["tasks", "report"])
 def test_tasks_and_report_do_not_know_the_model(part: str) -> None:
     for path in files(part):
-        assert not [n for n in imported(path) if n.startswith(("tra.model", "tra.attention", "tra.train"))], path
+        assert not [
+            n for n in imported(path) if n.startswith(("tra.model", "tra.attention", "tra.train", "tra.run"))
+        ], path
 
 
 def test_implementations_do_not_import_each_other() -> None:

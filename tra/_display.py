@@ -50,7 +50,7 @@ class TrainingDisplay(_Display):
 
     def __call__(self, progress: TrainingProgress) -> None:
         if progress.message:
-            self.console.print(f"{self.title}: {progress.message}", markup=False, highlight=False)
+            self._say(progress.message)
             return
         if self.from_step is None:
             self.from_step = progress.step - 1
@@ -66,7 +66,10 @@ class TrainingDisplay(_Display):
             print(f"{self.title} step {progress.step}/{progress.steps} {numbers} left {left:.0f}s", flush=True)
         if progress.metrics.get("dead_heads"):
             heads = ", ".join(progress.metrics["dead_heads"])
-            self.console.print(f"{self.title}: heads (layer.head) that keep no key at all: {heads}", highlight=False)
+            self._say(f"heads (layer.head) that keep no key at all: {heads}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"{self.title}: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class EvaluationDisplay(_Display):
@@ -106,8 +109,10 @@ def results_table(results: dict[str, list[SplitResult]]) -> Table:
     first = next(iter(results.values()))
     for index, row in enumerate(first):
         lengths = f"{row.shortest}" if row.shortest == row.longest else f"{row.shortest}-{row.longest}"
+        digits = 5 if row.examples > 10_000 else 4 if row.examples > 1000 else 3
         cells = [
-            f"{found[index].exact:.4f} ({found[index].low:.4f}-{found[index].high:.4f})" for found in results.values()
+            f"{r.exact:.{digits}f} ({r.low:.{digits}f}-{r.high:.{digits}f})"
+            for r in (found[index] for found in results.values())
         ]
         table.add_row(row.split, lengths, f"{row.examples:,}", *cells)
     return table

@@ -147,6 +147,24 @@ def demo(out: Path = Path("demo"), seed: int = 0) -> int:
     return run_demo(out, seed)
 
 
+def report(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    /,
+    out: Path = Path("report"),
+) -> int:
+    """Tables and figures of evaluated runs of one task.
+
+    Args:
+        runs: Run folders, each with an eval.jsonl.
+        out: Where README.md and the figures go.
+    """
+    from tra.report.summary import write_summary
+
+    for path in write_summary(runs, out):
+        print(path)
+    return 0
+
+
 def bench(
     what: tyro.conf.Positional[Literal["op"]] = "op",
     /,
@@ -181,7 +199,13 @@ def bench(
     return 0
 
 
-VERBS: dict[str, Callable[..., int]] = {"demo": demo, "train": train, "evaluate": evaluate, "bench": bench}
+VERBS: dict[str, Callable[..., int]] = {
+    "demo": demo,
+    "train": train,
+    "evaluate": evaluate,
+    "report": report,
+    "bench": bench,
+}
 
 
 def parse_duration(text: str) -> float:

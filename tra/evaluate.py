@@ -17,7 +17,8 @@ import torch
 from tra._step import autocast, score
 from tra.config import EvalConfig, RunConfig
 from tra.model import Decoder
-from tra.run import RunFolder, read_rows
+from tra.rows import read_rows
+from tra.run import RunFolder
 from tra.tasks import Batch, FlipFlop, Task, generator
 from tra.tasks.flipflop import from_tokens
 
@@ -61,7 +62,7 @@ def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, flo
     return low, high
 
 
-def test_batches(task: Task, split: str, examples: int, seed: int, rows: int, device: torch.device) -> Iterator[Batch]:
+def draw_test_set(task: Task, split: str, examples: int, seed: int, rows: int, device: torch.device) -> Iterator[Batch]:
     """`examples` test sequences in batches of at most `rows`."""
     piece = max(1, min(MOST_ROWS, MOST_TOKENS // task.size(split)))
     for index in range(-(-examples // piece)):
@@ -121,7 +122,7 @@ def evaluate_task(
             raise ValueError(f"examples must be at least 1, got {n}")
         rows = max(1, config.batch_tokens // task.size(split))
         begun = time.monotonic()
-        batches = test_batches(task, split, n, seed, rows, device)
+        batches = draw_test_set(task, split, n, seed, rows, device)
 
         def show(done: int, split: str = split, n: int = n) -> None:
             progress(split, done, n)

@@ -101,19 +101,6 @@ class RunFolder:
         write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """JSON lines; a last line that a kill cut short doesn't count."""
-    rows: list[dict[str, Any]] = []
-    if not file.is_file():
-        return rows
-    for line in file.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
 def environment(device: torch.device) -> dict[str, Any]:
     """What a number depends on besides its config."""
     on_gpu = device.type == "cuda"

@@ -25,11 +25,15 @@ from tra.checkpoint import State, load_checkpoint, save_checkpoint
 from tra.config import RunConfig
 from tra.model import Decoder
 from tra.optim import adamw, load_optimizer_tensors, optimizer_tensors, set_rate
-from tra.run import RunFolder, read_rows
-from tra.tasks import Task, stream_seed
+from tra.rows import read_rows
+from tra.run import RunFolder
+from tra.tasks import Batch, Task, stream_seed
 
 DEAD = 0.99
 """A head that keeps nothing in more than this fraction of its rows is called dead."""
+
+STEPS_PER_DRAW = 16
+"""Steps whose batches are sampled at once. Part of what a seed means: another number gives other data."""
 
 
 class Result(NamedTuple):
@@ -111,6 +115,7 @@ class _Trainer:
         self.model = Decoder(config.model).to(device).train()
         self.optimizer = adamw(self.model, config.optim, device)
         self.generator = torch.Generator(device)
+        self.drawn: tuple[int, Batch] | None = None
         self.window = torch.zeros(COUNTS, dtype=torch.float64, device=device)  # sums since the last log line
         self.step = 0
         self.saved_at = -1
@@ -141,13 +146,20 @@ class _Trainer:
         return Result(self.step, "done")
 
     def _one_step(self) -> None:
-        seed = self.config.train.seed
-        self.generator.manual_seed(stream_seed(seed, "train", self.step))
-        self.batch = self.task.sample("train", self.config.train.batch_size, self.generator, self.device)
-        torch.manual_seed(stream_seed(seed, "dropout", self.step))
+        self.batch = self._batch()
+        torch.manual_seed(stream_seed(self.config.train.seed, "dropout", self.step))
         set_rate(self.optimizer, self.config.optim.rate(self.step, self.config.train.steps))
         self.window += self.take_step(self.batch)
         self.step += 1
+
+    def _batch(self) -> Batch:
+        """The batch of this step, out of a draw for several: a sampler is many small kernels, whatever their size."""
+        rows = self.config.train.batch_size
+        draw, place = divmod(self.step, STEPS_PER_DRAW)
+        if self.drawn is None or self.drawn[0] != draw:
+            self.generator.manual_seed(stream_seed(self.config.train.seed, "train", draw))
+            self.drawn = draw, self.task.sample("train", rows * STEPS_PER_DRAW, self.generator, self.device)
+        return Batch(*(x[place * rows : (place + 1) * rows] for x in self.drawn[1]))
 
     def _log(self, seconds: float, steps: int) -> dict[str, Any]:
         loss, correct, scored, exact, rows = self.window.tolist()

@@ -30,10 +30,12 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
                 [max(0.0, row["exact"] - row["low"]) for row in rows],
                 [max(0.0, row["high"] - row["exact"]) for row in rows],
             ]
-            bars = axes.bar(places, heights, width * 0.95, color=colour(mechanism), label=mechanism)
+            axes.bar(places, heights, width * 0.95, color=colour(mechanism), label=mechanism)
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
-            axes.bar_label(bars, labels=[f"{100 * height:.0f}" for height in heights], padding=3, fontsize=8)
-        axes.set_xticks(range(len(splits)), [f"{s}\n{n:,} symbols" for s, n in zip(splits, lengths, strict=True)])
+            for place, row in zip(places, rows, strict=True):
+                axes.text(place, row["high"] + 0.015, f"{100 * row['exact']:.0f}", ha="center", fontsize=8)
+        axes.set_xticks(range(len(splits)), [f"{s}\n{n:,}" for s, n in zip(splits, lengths, strict=True)])
+        axes.set_xlabel("test set, and its length in symbols")
         axes.set_ylabel("sequences without an error")
         axes.set_ylim(0, 1.12)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])

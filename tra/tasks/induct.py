@@ -49,7 +49,7 @@ class Induct(Task):
         where = (chance * (n - 1)).long().clamp_(max=lengths.longest - 2)
         answer = x.gather(1, where + 1)
         x = x.scatter(1, where, question)
-        place = torch.arange(self.size(split), device=device)[None]
+        place = torch.arange(self.size(split), device=device).expand(batch_size, -1)
         tokens = x.gather(1, (place - 1).clamp(0, lengths.longest - 1)) + FIRST
         tokens = torch.where(place == 0, BOS, tokens)
         tokens = torch.where(place == n + 1, SEP, tokens)

@@ -54,6 +54,7 @@ class Instruct(Task):
         permutation = list(range(alphabet))
         random.Random(0).shuffle(permutation)
         self.permutation = tuple(permutation)
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def size(self, split: str) -> int:
         return 2 * self.lengths(split).longest + 4
@@ -68,7 +69,7 @@ class Instruct(Task):
         marked = (operation == KEEP) & (chance < 0.5) & (torch.arange(width, device=device) < n)
         y, m = self._answer(operation, x, marked, n)
 
-        place = torch.arange(self.size(split), device=device)[None]
+        place = torch.arange(self.size(split), device=device).expand(batch_size, -1)
         shown = x + self.alphabet * marked
         tokens = shown.gather(1, (place - 2).clamp(0, width - 1))
         answer = y.gather(1, (place - n - 3).clamp(0, width - 1))
@@ -97,8 +98,13 @@ class Instruct(Task):
         )
         chosen = sources.gather(0, operation.expand_as(x)[None])[0].clamp(0, x.shape[1] - 1)
         y = x.gather(1, chosen)
-        permutation = torch.tensor(self.permutation, device=x.device)
-        y = torch.where(operation == MAP, permutation[y], y)
+        y = torch.where(operation == MAP, self._permutation(x.device)[y], y)
         single = (operation == TAKE_FIRST) | (operation == TAKE_LAST)
         m = torch.where(single, n.clamp(max=1), n)
         return y, torch.where(operation == KEEP, marked.sum(1, keepdim=True), m)
+
+    def _permutation(self, device: torch.device) -> Tensor:
+        """Copied to a device once: a copy would wait for it every time."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(self.permutation, device=device)
+        return self._on_device[device]

@@ -1,0 +1,48 @@
+"""The report reads run folders, and what is committed is what it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tra.report.summary import read_run, summary_text, write_summary
+
+RESULTS = Path(__file__).parents[2] / "results"
+FLIPFLOP = RESULTS / "flipflop"
+
+
+def test_committed_results_are_current() -> None:
+    runs = {name: read_run(FLIPFLOP / name) for name in ("tra", "rope")}
+    assert (FLIPFLOP / "README.md").read_text() == summary_text(runs)
+
+
+def test_results_stay_small() -> None:
+    assert sum(file.stat().st_size for file in RESULTS.rglob("*") if file.is_file()) < 10e6
+
+
+def test_a_table_says_what_the_rows_say(tmp_path: Path) -> None:
+    paths = write_summary([FLIPFLOP / "tra", FLIPFLOP / "rope"], tmp_path / "out")
+    assert [path.name for path in paths] == ["README.md", "exact-match.png", "training.png"]
+    assert all(path.stat().st_size > 500 for path in paths)
+    assert "| sparse | 512 | 160,000 | 1.00000 (0.99998-1.00000) | 0.70158 (0.69933-0.70382) |" in paths[0].read_text()
+
+
+def test_runs_that_cannot_be_reported(tmp_path: Path) -> None:
+    broken, other = tmp_path / "broken", tmp_path / "other"
+    shutil.copytree(FLIPFLOP / "rope", broken)
+    shutil.copytree(FLIPFLOP / "rope", other)
+    (broken / "eval.jsonl").unlink()
+    config = json.loads((other / "config.json").read_text())
+    config["task"]["arguments"] = {"length": 64}
+    (other / "config.json").write_text(json.dumps(config))
+    for folders, message in (
+        ([], "at least one"),
+        ([broken], "has no eval.jsonl"),
+        ([FLIPFLOP / "tra", FLIPFLOP / "tra"], "two runs of tra"),
+        ([FLIPFLOP / "tra", other], "different tasks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_summary(folders, tmp_path / "out")

@@ -1,0 +1,125 @@
+"""Configs: presets are whole, overrides are checked, JSON goes both ways."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tra.config import OptimConfig, RunConfig, differences
+from tra.model import Decoder
+from tra.presets import PRESETS, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds(name: str) -> None:
+    config = preset(name)
+    assert RunConfig.from_dict(config.to_dict()) == config
+    task = config.task.build()
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    assert model.head.out_features == len(task.vocabulary)
+    for split in task.splits:
+        assert task.size(split) > 0
+
+
+@pytest.mark.parametrize("name", ["flipflop", "copy", "induct", "instruct"])
+def test_published_runs_have_the_paper_s_size_and_a_quick_sister(name: str) -> None:
+    config = preset(name)
+    model = config.model
+    assert (model.n_layers, model.n_heads, model.d_model, model.block) == (4, 4, 256, "authors")
+    assert model.dropout == 0.01
+    expected = (20_000, 64) if name == "flipflop" else (100_000, 128)
+    assert (config.train.steps, config.train.batch_size) == expected
+    assert preset(f"{name}-quick").train.steps <= 5000
+
+
+def test_flipflop_is_judged_on_the_paper_s_test_sets() -> None:
+    config = preset("flipflop")
+    assert config.task.build().size("train") == 512
+    assert {"iid": 16_000, "sparse": 160_000, "dense": 4_000}.items() <= config.evaluate.examples_of.items()
+
+
+def test_overrides() -> None:
+    config = preset("demo").override(
+        ["train.steps=7", "model.mechanism=rope", "optim.clip=null", "optim.lr=1", "task.arguments.length=32"]
+    )
+    assert config.train.steps == 7
+    assert config.model.mechanism == "rope"
+    assert config.optim.clip is None
+    assert config.optim.lr == 1.0
+    assert config.task.build().size("train") == 32
+    assert differences(preset("demo").to_dict(), config.to_dict()) == [
+        "model.mechanism",
+        "optim.clip",
+        "optim.lr",
+        "task.arguments.length",
+        "train.steps",
+    ]
+
+
+def test_the_vocabulary_follows_the_task() -> None:
+    assert preset("copy").override(["task.arguments.alphabet=10"]).model.vocab_size == 14
+    assert preset("demo").override(["task.name=copy", 'task.arguments={"alphabet": 5}', "evaluate.splits=[]",
+                                    'evaluate.examples_of={}']).model.vocab_size == 9  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.step=5", "unknown key 'train.step': did you mean 'train.steps'"),
+        ("trian.steps=5", "unknown key 'trian'"),
+        ("train.steps", "section.key=value"),
+        ("train=5", "train is a section"),
+        ("train.steps=many", "train.steps must be of type int, got 'many'"),
+        ("train.steps=true", "train.steps must be of type int"),
+        ("train.steps=0", "train.steps must be at least 1"),
+        ("train.accumulate=3", "multiple of train.accumulate"),
+        ("train.precision=fp8", "train.precision must be one of 'auto'"),
+        ("model.mechanism=tro", "unknown mechanism 'tro': did you mean"),
+        ("task.name=flipflip", "unknown task 'flipflip': did you mean 'flipflop'"),
+        ("task.arguments.lenght=5", "unknown argument of flipflop 'lenght': did you mean 'length'"),
+        ("task.arguments.length=long", "task.arguments.length must be of type int"),
+        ("task.arguments.length=7", "even length"),
+        ('evaluate.splits=["sparce"]', "unknown split of flipflop 'sparce': did you mean 'sparse'"),
+        ("optim.lr=-1", "lr > 0"),
+        ("optim.clip=0", "optim.clip must be above 0"),
+        ("version=2", "has version 2, this tra reads up to 1"),
+    ],
+)
+def test_bad_overrides(assignment: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        preset("demo").override([assignment])
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"task": {"name": "copy"}}', "incomplete"),
+        ('{"task": 5}', "task must be a section"),
+        (json.dumps(preset("demo").to_dict() | {"version": 99}), "version 99"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            RunConfig.load(file)
+    with pytest.raises(ValueError, match="there is no config file"):
+        RunConfig.load(tmp_path / "none.json")
+
+
+def test_learning_rate_schedule() -> None:
+    optim = OptimConfig(lr=2.0, warmup=0.05)
+    rates = [optim.rate(step, 1000) for step in range(1000)]
+    assert rates[0] == pytest.approx(2.0 / 50)
+    assert rates[49] == rates[50] == 2.0
+    assert rates[525] == pytest.approx(1.0)
+    assert 0 < rates[999] < 1e-4
+    assert all(a <= b for a, b in itertools.pairwise(rates[:51]))
+    assert all(a >= b for a, b in itertools.pairwise(rates[50:]))
+    flat = OptimConfig(lr=2.0, warmup=0.0, decay="none")
+    assert {flat.rate(step, 10) for step in range(10)} == {2.0}

@@ -1,0 +1,49 @@
+"""What the README says is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tra.attention import MECHANISMS
+from tra.cli import VERBS
+from tra.presets import PRESETS
+from tra.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_its_code_runs(code: str) -> None:
+    exec(code, {})
+
+
+def test_its_tree_is_the_tree() -> None:
+    """Every module stands in it, and nothing else does."""
+    tree = README.split("## Where things are")[1].split("## Sources")[0]
+    named = set(re.findall(r"\b_?[a-z]+\.py\b", tree))
+    modules = {path.name for path in (ROOT / "tra").glob("*.py")} | {
+        path.name for path in (ROOT / "tra/ops").glob("*.py")
+    }
+    shared = {"_base.py", "_cache.py"}
+    assert named - shared == modules - {"__init__.py", "__main__.py"}
+    for folder in (path.name for path in (ROOT / "tra").iterdir() if path.is_dir() and path.name != "__pycache__"):
+        assert f"{folder}/" in tree
+
+
+def test_its_names_exist() -> None:
+    for verb, preset in re.findall(r"tra (\w+) --preset ([\w-]+)", README):
+        assert verb in VERBS
+        assert preset in PRESETS
+    for name in PRESETS:
+        assert name in README or name.removesuffix("-quick") in README
+    for name in (*TASKS, *MECHANISMS):
+        assert name in README
+    for target in re.findall(r"make ([a-z-]+) ", README):
+        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / link).exists(), link
