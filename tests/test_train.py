@@ -294,8 +294,8 @@ def test_a_full_disk_ends_the_run_clearly(tmp_path: Path) -> None:
 @pytest.mark.timing
 @pytest.mark.parametrize("name", ["demo", "flipflop", "copy", "induct", "instruct", "mqar"])
 def test_sampling_is_a_small_part_of_a_step(name: str) -> None:
-    """Under 5 % of a training step."""
-    config = preset(name).override(["train.batch_size=16"])
+    """Under 5 % of a training step; on a small model and batch, where it weighs the most."""
+    config = preset(name).override(["train.batch_size=16", "model.n_layers=1"])
     task, cpu = config.task.build(), torch.device("cpu")
     model = Decoder(config.model)
     step = make_step(model, adamw(model, config.optim, cpu), config, task.size("train"), cpu)
@@ -311,4 +311,4 @@ def test_sampling_is_a_small_part_of_a_step(name: str) -> None:
         return min(seconds)
 
     sampling = fastest(lambda: task.sample("train", 16 * STEPS_PER_DRAW, source), 5) / STEPS_PER_DRAW
-    assert sampling < 0.05 * fastest(lambda: step(batch), 3)
+    assert sampling < 0.05 * fastest(lambda: step(batch), 5)

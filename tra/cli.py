@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -166,36 +166,41 @@ def report(
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["op"]] = "op",
+    what: tyro.conf.Positional[Literal["op", "sampling"]] = "op",
     /,
+    device: str | None = None,
     as_json: Json = False,
 ) -> int:
     """Measure speed and memory on this machine.
 
     Args:
-        what: "op" compares the implementations of the operator.
+        what: "op" compares the CPU implementations of the operator; "sampling" is what it adds to a training step.
+        device: Of "sampling": cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
     """
     from tra.bench.op import bench_op
+    from tra.bench.sampling import bench_sampling
+    from tra.train import pick_device
 
     with Console(stderr=True).status("measuring") as status:
-        result: dict[str, Any] = bench_op(progress=lambda text: status.update(f"measuring {text}"))
+
+        def progress(text: str) -> None:
+            status.update(f"measuring {text}")
+
+        chosen = pick_device(device)
+        result = bench_op(progress) if what == "op" else bench_sampling(chosen, progress)
     if as_json:
         print(json.dumps(result, indent=2))
         return 0
-    table = Table("implementation", "length", "forward", "backward", "peak memory")
-    for row in result["rows"]:
-        table.add_row(
-            row["impl"],
-            f"{row['length']:,}",
-            f"{row['forward_ms']:.0f} ms",
-            f"{row['backward_ms']:.0f} ms",
-            f"{row['peak_mib']:.0f} MiB",
-        )
+    rows = result["rows"]
+    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    for row in rows:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)
-    short, long = result["rows"][1]["length"], result["rows"][2]["length"]
-    print(f"at {short:,} tokens blockwise is {result['speedup']:.1f} times as fast as reference, forward and backward")
-    print(f"at {long:,} tokens it takes {result['memory_ratio']:.2f} of the memory of a single head's T × T map")
+    if what == "op":
+        short, long = rows[1]["length"], rows[2]["length"]
+        print(f"at {short:,} tokens blockwise is {result['speedup']:.1f} times as fast as reference, both ways")
+        print(f"at {long:,} tokens it takes {result['memory_ratio']:.2f} of the memory of one head's T × T map")
     return 0
 
 

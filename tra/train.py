@@ -100,12 +100,18 @@ def train(
         return Result(config.train.steps, "done")
     with _clear_when_full(run):
         run.note_environment(device)
-        return _Trainer(config, run, device, progress).run_to(None if time_limit is None else started + time_limit)
+        return Trainer(config, run, device, progress).run_to(None if time_limit is None else started + time_limit)
 
 
-class _Trainer:
+class Trainer:
+    """The state of a run in training."""
+
     def __init__(
-        self, config: RunConfig, run: RunFolder, device: torch.device, progress: Callable[[Progress], None]
+        self,
+        config: RunConfig,
+        run: RunFolder,
+        device: torch.device,
+        progress: Callable[[Progress], None] = lambda _: None,
     ) -> None:
         self.config, self.run, self.device, self.progress = config, run, device, progress
         if device.type == "cuda":
@@ -121,7 +127,7 @@ class _Trainer:
         self.saved_at = -1
         self.saving_took = 0.0
         self._restore()
-        self.take_step = make_step(self.model, self.optimizer, config, self.task.size("train"), device)
+        self._optimise = make_step(self.model, self.optimizer, config, self.task.size("train"), device)
 
     def run_to(self, deadline: float | None) -> Result:
         steps = self.config.train.steps
@@ -133,7 +139,7 @@ class _Trainer:
                 if signals.received or (deadline is not None and now + reserve > deadline):
                     self._save()
                     return Result(self.step, signals.received or "time limit")
-                self._one_step()
+                self.one_step()
                 metrics = None
                 if self.step % self.config.train.log_every == 0 or self.step == steps:
                     metrics = self._log(time.monotonic() - begun, self.step - logged_at)
@@ -145,14 +151,18 @@ class _Trainer:
         self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
 
-    def _one_step(self) -> None:
-        self.batch = self._batch()
-        torch.manual_seed(stream_seed(self.config.train.seed, "dropout", self.step))
-        set_rate(self.optimizer, self.config.optim.rate(self.step, self.config.train.steps))
-        self.window += self.take_step(self.batch)
+    def one_step(self) -> None:
+        self.batch = self.next_batch()
+        self.make_step(self.batch)
         self.step += 1
 
-    def _batch(self) -> Batch:
+    def make_step(self, batch: Batch) -> None:
+        """Optimise on a batch, at this step's rate and with its dropout."""
+        torch.manual_seed(stream_seed(self.config.train.seed, "dropout", self.step))
+        set_rate(self.optimizer, self.config.optim.rate(self.step, self.config.train.steps))
+        self.window += self._optimise(batch)
+
+    def next_batch(self) -> Batch:
         """The batch of this step, out of a draw for several: a sampler is many small kernels, whatever their size."""
         rows = self.config.train.batch_size
         draw, place = divmod(self.step, STEPS_PER_DRAW)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,8 +79,8 @@ def measure_apart(impl: str, length: int, **options: int) -> Measurement:
 
 
 def bench_op(
-    against_reference: int = 4096, alone: int = 16_384, progress: Callable[[str], None] = lambda _: None
-) -> dict[str, object]:
+    progress: Callable[[str], None] = lambda _: None, against_reference: int = 4096, alone: int = 16_384
+) -> dict[str, Any]:
     """The walk against the definition where both fit, and the walk alone where only it does."""
     rows = []
     for impl, length, repeats in (
