@@ -188,6 +188,8 @@ def test_loss_counts_masked_positions_alone() -> None:
     expected = F.cross_entropy(logits[mask], targets[mask])
     torch.testing.assert_close(masked_cross_entropy(logits, targets, mask), expected)
     assert float(masked_cross_entropy(logits, targets, torch.zeros_like(mask))) == 0.0
+    logits[~mask], targets[~mask] = torch.nan, -1  # whatever stands there
+    torch.testing.assert_close(masked_cross_entropy(logits, targets, mask), expected)
 
 
 def test_statistics_show_a_dead_head() -> None:
@@ -211,6 +213,7 @@ def test_statistics_show_a_dead_head() -> None:
         ({"d_model": 30}, "multiple of n_heads"),
         ({"n_kv_heads": 3}, "multiple of n_kv_heads"),
         ({"n_layers": 0}, "at least 1"),
+        ({"n_kv_heads": 0}, "must be at least 1"),
         ({"block": "post"}, "'pre' or 'authors'"),
         ({"dropout": 1.5}, "dropout"),
     ],
@@ -228,6 +231,11 @@ def test_bad_calls() -> None:
         (lambda: model(ids, torch.ones(2, 4, dtype=torch.bool)), "key_mask must be bool"),
         (lambda: model(ids, torch.ones(2, 5, dtype=torch.bool), document_ids=ids), "either key_mask or document_ids"),
         (lambda: model.generate(ids, 0), "at least 1"),
+        (lambda: model.generate(ids, 1, temperature=-1.0), "temperature must be finite and at least 0"),
+        (lambda: model(ids.to(torch.uint8)), "int64 or int32"),
+        (lambda: model(ids, cache=model.new_cache(), document_ids=ids), "don't go with a cache"),
+        (lambda: tra.ThresholdRelativeAttention(32, 4, impl="tritn"), "did you mean 'triton'"),
+        (lambda: tra.ThresholdRelativeAttention(32, 4, tolerance=-1.0), "tolerance must lie in"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -167,6 +168,8 @@ class Decoder(nn.Module):
         """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
         cache, new = self.new_cache(), []
         logits = self(tokens, key_mask, cache)
         # The next token follows the last real one, which right padding doesn't move.
@@ -208,8 +211,10 @@ class Decoder(nn.Module):
         return rows
 
     def _check(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
-            raise ValueError(f"tokens must be integer ids [B, T], not empty; got {tokens.dtype} {tuple(tokens.shape)}")
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64) or tokens.numel() == 0:
+            raise ValueError(
+                f"tokens must be ids [B, T] of int64 or int32, not empty; got {tokens.dtype} {tuple(tokens.shape)}"
+            )
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             lowest, highest = int(tokens.min()), int(tokens.max())
             if lowest < 0 or highest >= self.config.vocab_size:
@@ -225,7 +230,8 @@ def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor, cou
         loss_mask: `[B, T]` bool.
         count: Positions to divide by, when this is a piece of a larger batch; those of the mask by default.
     """
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     mask = loss_mask.flatten()
+    targets = targets.flatten().masked_fill(~mask, 0)  # whatever stands at positions that don't count
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none")
     count = mask.sum().clamp(min=1) if count is None else count
-    return (losses * mask).sum() / count
+    return torch.where(mask, losses, 0.0).sum() / count

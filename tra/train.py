@@ -32,7 +32,7 @@ from tra.tasks import Batch, Task, stream_seed
 DEAD = 0.99
 """A head that keeps nothing in more than this fraction of its rows is called dead."""
 
-STEPS_PER_DRAW = 16
+STEPS_PER_DRAW = 32
 """Steps whose batches are sampled at once. Part of what a seed means: another number gives other data."""
 
 

@@ -28,6 +28,13 @@ CASES = {
     "more queries": ({"key": torch.zeros(B, H, 9, D), "value": torch.zeros(B, H, 9, D)}, "Tq = 10, Tk = 9"),
     "log_forget shape": ({"log_forget": torch.zeros(B, H, 9)}, r"got \(2, 4, 9\), expected \(2, 4, 10\)"),
     "positive gate": ({"log_forget": torch.full((B, H, T), 0.5)}, "at most 0"),
+    "positive gate beside a NaN": (
+        {"log_forget": torch.tensor([torch.nan, 0.5] * 40).view(B, H, T)},
+        "at most 0 .*, got 0.5",
+    ),
+    "no width": ({"query": torch.zeros(B, H, T, 0)}, "query is empty"),
+    "no dimensions": ({"query": torch.tensor(1.0)}, "query must be"),
+    "a list": ({"key_lengths": [3, 4]}, "key_lengths must be a tensor, got a list"),
     "infinite gate": ({"log_forget": torch.full((B, H, T), -torch.inf)}, "finite"),
     "gate dtype": ({"log_forget": torch.zeros(B, H, T, dtype=torch.float64)}, "log_forget must be torch.float32"),
     "key dtype": ({"key": torch.zeros(B, H, T, D, dtype=torch.float16)}, "key must have query's dtype"),

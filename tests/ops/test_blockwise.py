@@ -127,12 +127,14 @@ def test_packed_with_fewer_queries_than_keys() -> None:
         torch.testing.assert_close(out[q], alone[0].transpose(0, 1))
 
 
-def test_dropout_is_the_reference_s_dropout() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_dropout_is_the_reference_s_dropout(masked: bool) -> None:
     inputs = exact_inputs(6, heads=4, kv_heads=2, n_queries=300, n_keys=400, dtype=torch.float64)
+    mask = padding("middle", 2, 400) if masked else None
     results = []
     for impl in ("reference", "blockwise"):
         torch.manual_seed(2)
-        results.append(run(inputs, torch.ones(2, 4, 300, 16), impl, dropout=0.2))
+        results.append(run(inputs, torch.ones(2, 4, 300, 16), impl, dropout=0.2, key_mask=mask))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -166,6 +168,28 @@ def test_registered_with_torch_library() -> None:
     seed = torch.zeros(1, dtype=torch.int64)
     arguments = (*inputs, first, last, seed, 0.25, 0.0, None, 0.0, 2.0**-24)
     torch.library.opcheck(torch.ops.tra.blockwise_forward.default, arguments)
+
+
+def test_backward_under_autocast_recomputes_the_same_scores() -> None:
+    inputs = Inputs(*(torch.randn_like(x) for x in exact_inputs(12, n_queries=300)[:3]), -torch.ones(2, 2, 300))
+    inputs = inputs.to(torch.float32)
+    grads = []
+    for enabled in (False, True):
+        out = tra.threshold_relative_attention(*inputs, impl="blockwise")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["reference", "blockwise"])
+def test_compiles_with_symbolic_shapes_and_options(impl: str) -> None:
+    attend = torch.compile(tra.threshold_relative_attention, fullgraph=True, dynamic=True)
+    for length, scale, threshold in ((40, 0.25, 0.1), (57, 0.5, 0.2), (64, 0.125, -0.1)):
+        inputs = exact_inputs(length, n_queries=length)
+        options = {"scale": scale, "threshold": threshold, "tolerance": scale / 1e6, "impl": impl}
+        expected = tra.threshold_relative_attention(*inputs, **options)
+        torch.testing.assert_close(attend(*inputs, **options), expected)
 
 
 @pytest.mark.slow

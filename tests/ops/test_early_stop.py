@@ -122,6 +122,32 @@ def test_a_forgetful_head_stops_and_a_remembering_one_does_not() -> None:
     assert visited(query, key, log_forget, 0.0) == [[0] * blocks] * 2
 
 
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("score_bound", [None, 40.0])
+def test_a_stop_does_not_hide_a_nan(which: str, score_bound: float | None) -> None:
+    query, key = contents("dense", 5)
+    value = torch.randn(1, 2, LENGTH, 8)
+    {"key": key, "value": value}[which][0, 0, 3] = torch.nan
+    out = tra.threshold_relative_attention(
+        query, key, value, torch.full((1, 2, LENGTH), -2.0), score_bound=score_bound, impl="blockwise"
+    )
+    assert out[0, 0, 3:].isnan().all()
+    assert not out[0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("small", ["query", "key"])
+def test_the_bound_holds_where_squares_underflow(small: str) -> None:
+    """Weak keys near and strong ones far, with ordinary scores of 20 and 400 made of 1e-23 and 1e16."""
+    weak, strong = torch.full((1, 2, LENGTH, 8), 1e-23), torch.full((1, 2, LENGTH, 8), 1e16)
+    query, key = (weak, strong) if small == "query" else (strong, weak)
+    key[:, :, : LENGTH // 2] *= 20
+    value = torch.zeros(1, 2, LENGTH, 1)
+    value[:, :, : LENGTH // 2] = 1.0
+    log_forget = torch.full((1, 2, LENGTH), -0.1)
+    out = tra.threshold_relative_attention(query, key, value, log_forget, scale=2.5e7, impl="blockwise")
+    torch.testing.assert_close(out[..., -1, :], torch.ones(1, 2, 1))
+
+
 def test_gradients_with_a_stop_are_those_of_the_full_walk() -> None:
     query, key = contents("dense", 6)
     leaves = tuple(x.clone().requires_grad_() for x in (query, key, torch.randn(1, 2, LENGTH, 16), gates("-0.69", 0)))

@@ -39,6 +39,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if min(d_model, n_heads, n_kv_heads) < 1:
+            raise ValueError(
+                f"d_model, n_heads and n_kv_heads must be at least 1, got {d_model}, {n_heads} and {n_kv_heads}"
+            )
         if d_model % n_heads:
             raise ValueError(f"d_model must be a multiple of n_heads, got {d_model} and {n_heads}")
         if n_heads % n_kv_heads:
@@ -81,6 +85,8 @@ class Attention(nn.Module):
         """Queries `[B, H, T, D]`, and keys and values `[B, Hkv, cached + T, D]`."""
         past = 0 if cache is None else cache.length
         self._check(x, key_mask, past, document_ids)
+        if document_ids is not None and cache is not None:
+            raise ValueError("document_ids are for packed training rows and don't go with a cache")
         query = self.query(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         key = self.key(x).unflatten(-1, (self.n_kv_heads, -1)).transpose(1, 2)
         value = self.value(x).unflatten(-1, (self.n_kv_heads, -1)).transpose(1, 2)
@@ -121,8 +127,6 @@ class Attention(nn.Module):
                 raise ValueError(f"document_ids must be {tuple(x.shape[:2])}, got {tuple(document_ids.shape)}")
             if key_mask is not None:
                 raise ValueError("give either key_mask or document_ids: padding between documents takes its own id")
-            if past:
-                raise ValueError("document_ids are for packed training rows and don't go with a cache")
 
 
 def positions(x: Tensor, key_mask: Tensor | None, past: int) -> Tensor:

@@ -36,7 +36,8 @@ class RotaryAttention(Attention):
         self.rope_theta = rope_theta
 
     def place(self, query: Tensor, key: Tensor, key_mask: Tensor | None, past: int) -> tuple[Tensor, Tensor]:
-        angle = _angles(positions(query, key_mask, past), self.head_width, self.rope_theta)
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        angle = _angles(positions(query, key_mask, past), self.head_width, self.rope_theta, dtype)
         return rotate(query, angle), rotate(key, angle)
 
     def attend(
@@ -51,14 +52,14 @@ class RotaryAttention(Attention):
         return softmax_attention(query, key, value, key_mask, document_ids, self.dropout if self.training else 0.0)
 
 
-def _angles(position: Tensor, width: int, theta: float) -> Tensor:
-    """`[B, T]` -> `[B, 1, T, width / 2]`, in float32 whatever the model's dtype."""
-    frequency = theta ** (-torch.arange(0, width, 2, device=position.device, dtype=torch.float32) / width)
-    return position[:, None, :, None].float() * frequency
+def _angles(position: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """`[B, T]` -> `[B, 1, T, width / 2]`, in float32 at least: bf16 can't tell far positions apart."""
+    frequency = theta ** (-torch.arange(0, width, 2, device=position.device, dtype=dtype) / width)
+    return position[:, None, :, None].to(dtype) * frequency
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + width/2}) of `[B, H, T, width]`."""
-    first, second = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
+    first, second = x.to(angle.dtype).chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention._base import Attention, document_numbers
-from tra.ops import attention_map, threshold_relative_attention, threshold_relative_attention_varlen
+from tra.naming import unknown_name
+from tra.ops import (
+    IMPLEMENTATIONS,
+    attention_map,
+    threshold_relative_attention,
+    threshold_relative_attention_varlen,
+)
+from tra.ops._inputs import check_options
 
 
 class ThresholdRelativeAttention(Attention):
@@ -41,6 +48,9 @@ class ThresholdRelativeAttention(Attention):
         impl: str = "auto",
     ) -> None:
         super().__init__(d_model, n_heads, n_kv_heads, qk_norm=qk_norm, dropout=dropout)
+        check_options(1.0, threshold, None, dropout, tolerance)
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
         self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
         self.gate = nn.Linear(d_model, n_heads)
         nn.init.constant_(self.gate.bias, gate_bias)

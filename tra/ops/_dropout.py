@@ -23,7 +23,7 @@ def keep_weights(seed: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Te
     Args:
         seed: `[1]` int64.
         rows: `[...]` int64, the number of (batch, head, query) in row-major order.
-        columns: `[K]` int64, key indices.
+        columns: `[K]`, or what broadcasts against `[..., K]`: int64, places of the keys among real keys.
 
     Returns:
         `[..., K]` bool, True with probability `1 - rate`.

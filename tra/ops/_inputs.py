@@ -7,6 +7,8 @@ the same thing: for every query the first and the last key it may look at, and o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,11 @@ class Visible(NamedTuple):
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Scores, sums and log_forget are float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Scores have one precision, in forward and backward, whatever the caller's autocast says."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def default_tolerance(dtype: torch.dtype) -> float:
@@ -68,9 +75,9 @@ def check_attention(
     key_lengths: Tensor | None,
 ) -> None:
     """Shapes, dtypes and devices always; values only where looking at them costs no device sync."""
-    tensors = {"query": query, "key": key, "log_forget": log_forget}
-    if value is not None:
-        tensors["value"] = value
+    given = {"query": query, "key": key, "value": value, "log_forget": log_forget}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    _check_tensors(tensors | {"key_mask": key_mask, "key_lengths": key_lengths})
     _check_rank(query, "query", "[B, H, Tq, D]", 4)
     _check_rank(key, "key", "[B, Hkv, Tk, D]", 4)
     _check_rank(log_forget, "log_forget", "[B, H, Tq]", 3)
@@ -118,6 +125,8 @@ def check_packed(
     query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> None:
     """The contract of packed sequences: `[total, H, D]` and their cumulative lengths."""
+    _check_tensors({"query": query, "key": key, "value": value, "log_forget": log_forget})
+    _check_tensors({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
     _check_rank(query, "query", "[total_q, H, D]", 3)
     _check_rank(key, "key", "[total_k, Hkv, D]", 3)
     _check_rank(value, "value", "[total_k, Hkv, Dv]", 3)
@@ -160,11 +169,12 @@ def check_packed(
 def check_options(
     scale: float, threshold: float, score_bound: float | None, dropout: float, tolerance: float | None
 ) -> None:
-    if not math.isfinite(scale):
+    # Comparisons, not math.isfinite: a compiler may hand in symbolic floats.
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}")
-    if math.isnan(threshold):
+    if threshold != threshold:
         raise ValueError("threshold must be a number, got nan")
-    if score_bound is not None and not (score_bound >= 0 and math.isfinite(score_bound)):
+    if score_bound is not None and not 0 <= score_bound < math.inf:
         raise ValueError(f"score_bound must be finite and at least 0, got {score_bound}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
@@ -174,6 +184,12 @@ def check_options(
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
+
+
+def _check_tensors(given: Mapping[str, object]) -> None:
+    for name, tensor in given.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got a {type(tensor).__name__}")
 
 
 def _check_rank(tensor: Tensor, name: str, layout: str, rank: int) -> None:
@@ -211,10 +227,12 @@ def _check_dtypes_and_devices(tensors: dict[str, Tensor]) -> None:
 def _check_log_forget_values(log_forget: Tensor) -> None:
     if not _values_are_free(log_forget):
         return
-    highest = float(log_forget.detach().max())
-    if highest > 0:
+    log_forget = log_forget.detach()
+    positive = log_forget > 0
+    if bool(positive.any()):
+        highest = float(log_forget[positive].max())
         raise ValueError(f"log_forget must be at most 0 (it is log sigmoid of the gate), got {highest:g}")
-    if float(log_forget.detach().min()) == -math.inf:
+    if bool((log_forget == -math.inf).any()):
         raise ValueError("log_forget must be finite, got -inf")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tra.ops import _inputs
 from tra.ops._dropout import draw_seed
-from tra.ops._inputs import Visible
+from tra.ops._inputs import Visible, without_autocast
 from tra.ops.blockwise import blockwise
 from tra.ops.reference import AttentionMap, reference, reference_map
 
@@ -46,7 +46,8 @@ def threshold_relative_attention(
         scale: Factor on the scores, `1 / sqrt(D)` by default.
         threshold: A key stays when its scaled score is above it.
         key_mask: `[B, Tk]` bool. A False key is never kept and never counted, wherever it stands.
-        key_lengths: `[B]` int32. Keys `0..length-1` exist (a static cache), and queries stand at their end.
+        key_lengths: `[B]` int32. Keys `0..length-1` exist (a static cache), and queries stand at their end. Slots
+            beyond must hold zeros: a NaN there would reach the output as 0 · NaN.
         score_bound: A promise that no absolute scaled score exceeds it; lets fast paths skip work.
         dropout: Rate at which attention weights are dropped, the others scaled up.
         tolerance: Largest relative weight that an early stop may leave out. None is what the sums cannot
@@ -54,10 +55,11 @@ def threshold_relative_attention(
         impl: "reference", "blockwise" or "triton"; "auto" chooses. A named one never falls back to another.
 
     Returns:
-        `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0.
+        `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0. NaN in, NaN out: a NaN score counts as
+        kept, so that it shows, and a NaN or infinite value may show in any row that sees it or could have.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
     visible = _inputs.visible_keys(query, key, key_mask, key_lengths)
     return _dispatch(query, key, value, log_forget, visible, scale, threshold, score_bound, dropout, tolerance, impl)
@@ -95,8 +97,8 @@ def threshold_relative_attention_varlen(
         `[total_q, H, Dv]`.
     """
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_packed(query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
     visible = _inputs.visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -128,8 +130,8 @@ def attention_map(
     Returns:
         An `AttentionMap` of tensors `[B, H, queries, keys]`. Without gradients.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_attention(query, key, None, log_forget, key_mask, key_lengths)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_options(scale, threshold, None, 0.0, None)
     if rows_at_once < 1:
         raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
@@ -138,7 +140,7 @@ def attention_map(
     if step != 1 or start >= stop:
         raise ValueError(f"queries must be a non-empty slice of step 1 within 0..{query.shape[2]}, got {queries}")
     parts = []
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(query.device):
         for begin in range(start, stop, rows_at_once):
             rows = slice(begin, min(begin + rows_at_once, stop))
             part = reference_map(
@@ -170,7 +172,7 @@ def _dispatch(
         impl = "reference" if key.shape[2] <= REFERENCE_UP_TO else "blockwise"
     seed = draw_seed(query.device) if dropout > 0 else None
     tolerance = _inputs.default_tolerance(query.dtype) if tolerance is None else tolerance
-    with torch.autocast(query.device.type, enabled=False):  # one precision for the scores, whoever calls
+    with without_autocast(query.device):  # one precision for the scores, whoever calls
         if impl == "reference":
             return reference(
                 query, key, value, log_forget, visible, scale=scale, threshold=threshold, dropout=dropout, seed=seed

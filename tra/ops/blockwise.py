@@ -8,8 +8,9 @@ are distinct integers, so K remaining keys weigh at most
 
 When that is below `tolerance` of the sum so far in every row of the block, the walk of that head ends.
 
-Padding is taken out beforehand (real keys move to the front, queries get their new last key), so a row's result
-is the same bits wherever its padding stood. Block shapes are fixed and edges zero-filled for the same reason.
+Padding is taken out beforehand (real keys move to the front, queries get their new last key), so on the full walk
+(tolerance 0) a row's result is the same bits wherever its padding stood. Block shapes are fixed and edges zero-filled
+for the same reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tra.ops._dropout import keep_weights
-from tra.ops._inputs import Visible, compute_dtype
+from tra.ops._inputs import Visible, compute_dtype, without_autocast
 from tra.ops._layout import Layout, Walk, query_block, without_padding
 
 
@@ -89,20 +90,34 @@ def _log_rest(log_forget: Tensor, count: Tensor, keys_left: Tensor, highest_scor
 
 
 class _Bound:
-    """The largest score a row can still meet left of a key block."""
+    """The largest score a row can still meet left of a key block; NaN, which nothing is below, where a NaN waits."""
 
-    def __init__(self, layout: Layout, key: Tensor, scale: float, score_bound: float | None) -> None:
-        self.score_bound = score_bound
+    def __init__(self, layout: Layout, keys: Tensor, values: Tensor, scale: float, score_bound: float | None) -> None:
         # A computed dot product exceeds the norms' product by no more than D roundings.
-        self.factor = abs(scale) * (1 + (layout.width + 2) * torch.finfo(layout.dtype).eps)
+        self.factor = abs(scale) * (1 + (layout.width + 2) * _epsilon(layout.dtype, keys.device))
         if score_bound is None:
-            norms = layout.flat_keys(key).to(layout.dtype).norm(dim=-1)  # [N, Tk]
-            self.longest = norms.view(layout.n, -1, layout.key_block).amax(-1).cummax(-1).values  # of blocks 0..index
+            norms = _norms(keys)
+        else:
+            norms = torch.full(keys.shape[:2], score_bound, dtype=torch.float64, device=keys.device)
+        self.promised = score_bound is not None
+        norms = norms.masked_fill(keys.isnan().any(-1) | values.isnan().any(-1), torch.nan)
+        by_block = norms.view(layout.n, -1, layout.key_block).amax(-1)
+        self.longest = by_block.cummax(-1).values  # [N, blocks]: of blocks 0..index
 
     def left_of(self, index: int, query_norm: Tensor, active: Tensor | slice) -> Tensor:
-        if self.score_bound is not None:
-            return torch.full_like(query_norm, self.score_bound)
-        return query_norm * self.longest[active, index - 1][:, None] * self.factor
+        longest = self.longest[active, index - 1][:, None]
+        return longest.expand_as(query_norm) if self.promised else query_norm * longest * self.factor
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Euclidean, in float64: squares of small float32 numbers are 0."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+
+
+def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
+    """Of the matrix products, which round float32 to TF32 where that is allowed."""
+    rounded = dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return 2.0**-10 if rounded else torch.finfo(dtype).eps
 
 
 @torch.library.custom_op("tra::blockwise_forward", mutates_args=())
@@ -129,12 +144,13 @@ def _forward(
     out = query.new_empty(*query.shape[:3], layout.value_width, dtype=layout.dtype)
     highest, total = (query.new_empty(query.shape[:3], dtype=layout.dtype) for _ in range(2))
     stops = torch.empty(layout.n, len(walks), dtype=torch.int64, device=query.device)
-    bound = _Bound(layout, key, scale, score_bound) if tolerance > 0 else None
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
+    bound = _Bound(layout, keys, values, scale, score_bound) if tolerance > 0 else None
     for number, walk in enumerate(walks):
-        b_out, b_highest, b_total, stops[:, number] = _walk_forward(
-            layout, walk, query, keys, values, log_forget, seed, scale, threshold, dropout, tolerance, bound
-        )
+        with without_autocast(query.device):
+            b_out, b_highest, b_total, stops[:, number] = _walk_forward(
+                layout, walk, query, keys, values, log_forget, seed, scale, threshold, dropout, tolerance, bound
+            )
         layout.put(out, walk.rows, b_out)
         layout.put(highest, walk.rows, b_highest)
         layout.put(total, walk.rows, b_total)
@@ -158,7 +174,7 @@ def _walk_forward(
     b_query, b_forget = layout.take(query, walk.rows), layout.take(log_forget, walk.rows)
     b_first, b_last = layout.range_of(walk.rows)
     numbers = layout.row_numbers(walk.rows)
-    norm = b_query.norm(dim=-1)
+    norm = _norms(b_query)
     highest = torch.full_like(b_forget, -torch.inf)
     total, count = torch.zeros_like(b_forget), torch.zeros_like(b_forget)
     out = b_forget.new_zeros(*b_forget.shape, layout.value_width)
@@ -194,7 +210,7 @@ def _walk_forward(
         if bound is None or index == walk.oldest:
             continue
         keys_left = ((b_last + 1).clamp(max=index * layout.key_block) - b_first).clamp(min=0).to(layout.dtype)
-        rest = _log_rest(b_forget, count, keys_left, bound.left_of(index, norm, chosen))
+        rest = _log_rest(b_forget, count, keys_left, bound.left_of(index, norm, chosen).to(layout.dtype))
         done = ((keys_left == 0) | (rest - highest - total.log() < math.log(tolerance))).all(-1)
         if not bool(done.any()):
             continue
@@ -302,7 +318,8 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
-    grads = torch.ops.tra.blockwise_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    with without_autocast(grad_out.device):
+        grads = torch.ops.tra.blockwise_backward(grad_out, *ctx.saved_tensors, *ctx.options)
     return *grads, *(None,) * 8
 
 

@@ -41,9 +41,10 @@ def reference_map(
         seen = seen & visible.key_mask[:, None, :]
     kept = seen[:, None] & ~(scores <= threshold)  # not "scores > threshold": a NaN score must show
 
+    # Kept keys in j..i. Written as total - cumsum, without flips, Inductor (torch 2.11) makes it a kernel that
+    # reads back what other threads have just stored, and gets weights wrong at some lengths.
     ones = kept.to(dtype)
-    up_to = ones.cumsum(-1)
-    distances = (up_to[..., -1:] - up_to + ones) * ones  # kept keys in j..i
+    distances = ones.flip(-1).cumsum(-1).flip(-1) * ones
     logits = torch.where(kept, scores + log_forget[..., None] * distances, -torch.inf)
     highest = logits.detach().amax(-1, keepdim=True)
     exponentials = torch.exp(logits - torch.where(highest == -torch.inf, 0.0, highest))
@@ -70,6 +71,8 @@ def reference(
         assert seed is not None
         rows = torch.arange(weights[..., 0].numel(), device=query.device).view(weights.shape[:-1])
         columns = torch.arange(weights.shape[-1], device=query.device)
+        if visible.key_mask is not None:  # places among real keys: where padding stands changes nothing
+            columns = (visible.key_mask.long().cumsum(-1) - 1)[:, None, None]
         weights = weights * keep_weights(seed, rows, columns, dropout) / (1 - dropout)
     if visible.key_mask is not None:
         value = zero_masked(value, visible.key_mask)
