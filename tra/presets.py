@@ -43,7 +43,7 @@ def flipflop() -> RunConfig:
 
 
 def flipflop_quick() -> RunConfig:
-    """Flip-flop in two minutes on a GPU: tiny, 128 symbols, 3,000 steps."""
+    """Flip-flop in miniature: tiny, 128 symbols, 3,000 steps."""
     config = flipflop()
     return dataclasses.replace(
         config,
