@@ -72,9 +72,14 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path,
 def test_a_changed_step_is_damage_too(tmp_path: Path) -> None:
     path = tmp_path / "step-00000007.safetensors"
     save_tensors(path, {"x": torch.zeros(3)}, {"step": "7"})
-    path.write_bytes(path.read_bytes().replace(b'"step":"7"', b'"step":"8"'))
+    path.write_bytes(path.read_bytes().replace(b'step\\\\\\": \\\\\\"7', b'step\\\\\\": \\\\\\"8'))
     with pytest.raises(DamagedError, match="don't match its digest"):
         load_tensors(path)
+
+
+def test_equal_tensors_make_equal_files(tmp_path: Path) -> None:
+    paths = [save_checkpoint(tmp_path / str(i), state(5)) for i in range(4)]
+    assert len({path.read_bytes() for path in paths}) == 1
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import tra as tra_package
 from tra.cli import VERBS, parse_duration
 from tra.presets import preset
 
@@ -73,12 +75,16 @@ def test_help(verb: tuple[str, ...]) -> None:
         (("train", "--resume", "--out", "none"), "there is no run to resume"),
         (("train", "--preset", "demo", "--device", "gpu"), "unknown device 'gpu'"),
         (("train", "--config", "newer.json"), "version 99"),
-        (("evaluate", "none"), "none is not a run folder"),
+        (("evaluate", "none"), "none doesn't exist; runs that ship"),
         (("evaluate", "exists"), "no model.safetensors yet"),
         (("evaluate", "flipflop-tra", "--splits", "dens"), "did you mean 'dense'"),
         (("evaluate", "flipflop-tra", "--rows", "none.txt"), "there is no file none.txt"),
         (("report", "none"), "has no config.json"),
         (("demo", "--out", "precious"), "was not left by a demo"),
+        (("trian",), "unknown verb 'trian': did you mean 'train'?"),
+        (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
+        (("bench", "ops"), "invalid choice 'ops'"),
+        (("evaluate",), "Missing from tra evaluate"),
     ],
 )
 def test_bad_input_gets_one_clear_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -92,6 +98,24 @@ def test_bad_input_gets_one_clear_line_and_status_2(tmp_path: Path, arguments: t
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    shown = tra("--version")
+    assert shown.returncode == 0
+    assert shown.stdout.strip() == tra_package.__version__
+
+
+@pytest.mark.slow
+def test_interrupted_evaluation_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tra", "evaluate", "flipflop-tra", "--examples", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("iid: 1.0000 of 2")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip() == "tra: interrupted"
 
 
 def test_durations() -> None:

@@ -92,14 +92,14 @@ class EvaluationDisplay(_Display):
 
 
 def metrics_line(metrics: dict[str, Any]) -> str:
-    """`loss 0.0123 accuracy 0.998 exact 0.97 81k tokens/s kept 0.31 null 0.02`"""
+    """`loss 0.0123 accuracy 0.998 exact 0.97 81k tokens/s kept per layer 0.31 0.28, null 0.02 0.01`"""
     line = (
         f"loss {metrics['loss']:.4f} accuracy {metrics['accuracy']:.3f} exact {metrics['exact']:.3f} "
         f"{metrics['tokens_per_second'] / 1e3:.0f}k tokens/s"
     )
     if "kept" in metrics:
         kept, null = (" ".join(f"{sum(heads) / len(heads):.2f}" for heads in metrics[key]) for key in ("kept", "null"))
-        line += f" kept {kept} null {null}"
+        line += f" kept per layer {kept}, null {null}"
     return line
 
 

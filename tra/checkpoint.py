@@ -56,14 +56,16 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file with a digest, atomically."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, save(tensors, metadata | {"digest": _digest(tensors, metadata)}))
+    # One entry, since safetensors writes several in any order: equal tensors give equal files.
+    described = {"tra": json.dumps(metadata | {"digest": _digest(tensors, metadata)}, sort_keys=True)}
+    write_atomically(path, save(tensors, described))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read what `save_tensors` wrote, and check it."""
     try:
         with safe_open(path, "pt") as file:
-            metadata = dict(file.metadata() or {})
+            metadata: dict[str, str] = json.loads((file.metadata() or {}).get("tra", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError, ValueError) as error:
         raise DamagedError(f"{path} can't be read: {error}") from None

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+import tra
 from tra._display import EvaluationDisplay, TrainingDisplay, results_table
+from tra.naming import unknown_name
+from tra.presets import PRESETS
 
 Json = Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff]
 
 
 def train(
-    overrides: tyro.conf.Positional[tuple[str, ...]] = (),
+    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SECTION.KEY=VALUE ...")] = (),
     /,
-    preset: str | None = None,
-    config: Path | None = None,
-    out: Path | None = None,
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=f"A run by name: {', '.join(PRESETS)}.")] = None,
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    time_limit: str | None = None,
-    device: str | None = None,
+    time_limit: Annotated[str | None, tyro.conf.arg(metavar="9m")] = None,
+    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None,
 ) -> int:
     """Train one run. A run is a folder; a killed one goes on with --resume as if nothing had happened.
 
     Args:
-        overrides: Changes to the config, as in `train.steps=500 model.mechanism=rope`.
-        preset: A published run by name; an unknown name lists them.
+        overrides: Changes to the config, as in train.steps=500 model.mechanism=rope; config.json of a run has all keys.
         config: A config.json, instead of a preset.
         out: The run's folder; runs/<preset>-<mechanism> by default.
         resume: Go on with the run in the folder, or start it if there is none.
@@ -44,7 +49,6 @@ def train(
     """
     from tra import train as training
     from tra.config import RunConfig
-    from tra.presets import PRESETS
     from tra.presets import preset as build
 
     limit = None if time_limit is None else parse_duration(time_limit)
@@ -88,7 +92,7 @@ def evaluate(
     device: str | None = None,
     as_json: Json = False,
 ) -> int:
-    """Exact match of a trained run, split by split, with 95 % intervals; also written to its eval.jsonl.
+    """Exact match of a trained run, split by split, with 95 % intervals; written to its eval.jsonl as it comes.
 
     Args:
         run: A run folder, or the name of a run that ships with the package (flipflop-tra).
@@ -126,11 +130,14 @@ def evaluate(
             )
         if SHIPPED not in folder.path.resolve().parents:  # what ships with the package stays as it is
             results = evaluation.evaluate_run(folder, results)
-        found = list(results)
-    if as_json:
-        for result in found:
-            print(json.dumps(asdict(result)))
-    else:
+        found = []
+        for result in results:  # shown as they come: what is done is done, whatever happens to the rest
+            found.append(result)
+            if as_json:
+                print(json.dumps(asdict(result)), flush=True)
+            elif not display.live:
+                print(f"{result.split}: {result.exact:.4f} of {result.examples:,} in {result.seconds:.0f}s", flush=True)
+    if not as_json:
         Console().print(results_table({config.model.mechanism: found}))
     return 0
 
@@ -222,18 +229,61 @@ def parse_duration(text: str) -> float:
     return 3600 * hours + 60 * minutes + seconds
 
 
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
+    """The call that a command line asks for. What doesn't parse is a ValueError of one line."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        raise ValueError(unknown_name("verb", arguments[0], VERBS))
+    deferred: dict[str, Callable[..., Callable[[], int]]] = {}
+    for name, verb in VERBS.items():
+
+        @functools.wraps(verb)
+        def later(*args: Any, _verb: Callable[..., int] = verb, **options: Any) -> Callable[[], int]:
+            return functools.partial(_verb, *args, **options)
+
+        deferred[name] = later
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.subcommand_cli_from_dict(
+                deferred,
+                prog="tra",
+                description="Threshold Relative Attention: train, evaluate and measure.",
+                args=list(arguments),
+                sort_subcommands=False,
+            )
+    except SystemExit as stop:
+        if not stop.code:  # --help has been shown
+            raise
+        raise ValueError(_in_one_line(said.getvalue())) from None
+
+
+def _in_one_line(box: str) -> str:
+    """What a boxed message of the parser says first, and the option it thinks was meant."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    ends = [index for index, line in enumerate(lines) if line.startswith("───")]
+    message = " ".join(lines[: ends[0]] if ends else lines)
+    if "Perhaps you meant" in box:
+        meant = next((line.split()[0] for line in lines if line.startswith("--")), None)
+        message += f": did you mean {meant}?" if meant else ""
+    return message
+
+
 def main() -> None:
     """Entry point of `tra` and of `python -m tra`."""
     from tra.train import DiskFullError
 
+    if sys.argv[1:] == ["--version"]:
+        print(tra.__version__)
+        return
     try:
-        status = tyro.extras.subcommand_cli_from_dict(
-            VERBS, prog="tra", description="Threshold Relative Attention.", sort_subcommands=False
-        )
+        status = parse(sys.argv[1:])()
     except ValueError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except DiskFullError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("tra: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     raise SystemExit(status)

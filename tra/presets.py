@@ -1,7 +1,8 @@
-"""Published runs: one function each, which returns the whole config.
+"""Runs by name: one function each, which returns the whole config.
 
-Sizes, steps and batches are the paper's; its learning rates for copy, induct and instruct aren't known, so those are
-ours. Each has a `-quick` sister that ends in minutes on one GPU.
+`flipflop`, `copy`, `induct` and `instruct` have the paper's sizes, steps and batches; its learning rates for the last
+three aren't known, so those are ours, and so is everything of `mqar` and `demo`. Each has a `-quick` sister in
+miniature.
 """
 
 from __future__ import annotations

@@ -41,10 +41,9 @@ class RunFolder:
         for path in (Path(name), SHIPPED / name):
             if (path / "config.json").is_file():
                 return cls(path)
-        shipped = sorted(p.name for p in SHIPPED.glob("*/") if (p / "config.json").is_file())
-        raise ValueError(
-            f"{name} is not a run folder (no config.json in it); shipped runs: {', '.join(shipped) or '-'}"
-        )
+        shipped = ", ".join(sorted(path.parent.name for path in SHIPPED.glob("*/config.json")))
+        what = "is not a run folder (no config.json in it)" if Path(name).exists() else "doesn't exist"
+        raise ValueError(f"{name} {what}; runs that ship with the package: {shipped}")
 
     def config(self) -> RunConfig:
         return RunConfig.load(self.config_file)

@@ -14,9 +14,10 @@ RESULTS = Path(__file__).parents[2] / "results"
 FLIPFLOP = RESULTS / "flipflop"
 
 
-def test_committed_results_are_current() -> None:
-    runs = {name: read_run(FLIPFLOP / name) for name in ("tra", "rope")}
-    assert (FLIPFLOP / "README.md").read_text() == summary_text(runs)
+@pytest.mark.parametrize("folder", ["demo", "flipflop"])
+def test_committed_results_are_current(folder: str) -> None:
+    runs = {name: read_run(RESULTS / folder / name) for name in ("tra", "rope")}
+    assert (RESULTS / folder / "README.md").read_text() == summary_text(runs)
 
 
 def test_results_stay_small() -> None:

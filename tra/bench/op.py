@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tra
+from tra.run import environment
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ def bench_op(
     reference, walk, long = rows
     square_mib = alone**2 * 4 / 1024**2
     return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "environment": environment(torch.device("cpu")),
         "rows": [asdict(row) for row in rows],
         "speedup": reference.total_ms / walk.total_ms,
         "memory_of_one_map_mib": square_mib,

@@ -18,6 +18,9 @@ COLOURS = {
     "nope": "#7F7F7F",
 }
 
+NAMES = {"tra": "TRA", "rope": "RoPE", "forgetting": "FoT", "cope": "CoPE", "nope": "NoPE"}
+"""As people write them."""
+
 SETTINGS: Any = {
     "figure.dpi": 150,
     "font.size": 10,

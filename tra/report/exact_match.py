@@ -8,15 +8,16 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tra.report._style import colour, styled
+from tra.report._style import NAMES, colour, styled
 
 
-def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draw rows of eval.jsonl.
+def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
+    """Draw rows of eval.jsonl; a line parts the test sets of the first one's length from longer ones.
 
     Args:
         results: Per mechanism its rows, the same splits in the same order.
         path: Where the figure goes; the suffix says the format.
+        title: What was learnt, and on what.
     """
     splits = [row["split"] for row in next(iter(results.values()))]
     lengths = [row["longest"] for row in next(iter(results.values()))]
@@ -30,7 +31,7 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
                 [max(0.0, row["exact"] - row["low"]) for row in rows],
                 [max(0.0, row["high"] - row["exact"]) for row in rows],
             ]
-            axes.bar(places, heights, width * 0.95, color=colour(mechanism), label=mechanism)
+            axes.bar(places, heights, width * 0.95, color=colour(mechanism), label=NAMES.get(mechanism, mechanism))
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
                 axes.text(place, row["high"] + 0.015, f"{100 * row['exact']:.0f}", ha="center", fontsize=8)
@@ -39,6 +40,11 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
         axes.set_ylabel("sequences without an error")
         axes.set_ylim(0, 1.12)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-        axes.legend(ncols=len(results), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        longer = next((index for index, length in enumerate(lengths) if length > lengths[0]), None)
+        if longer:
+            axes.axvline(longer - 0.5, color="black", linewidth=0.8, linestyle=":")
+            axes.text(longer - 0.45, 1.1, "longer than trained →", fontsize=8, va="bottom")
+        axes.set_title(title, fontsize=10, loc="left", pad=28)
+        axes.legend(ncols=len(results), loc="lower left", bbox_to_anchor=(0.0, 1.02))
         figure.savefig(path)
         plt.close(figure)

@@ -25,7 +25,8 @@ def read_run(folder: Path) -> EvaluatedRun:
     files = {name: folder / name for name in ("config.json", "environment.json", "metrics.jsonl", "eval.jsonl")}
     for file in files.values():
         if not file.is_file():
-            raise ValueError(f"{folder} can't be reported: it has no {file.name}")
+            hint = f"; run tra evaluate {folder} first" if file.name == "eval.jsonl" else ""
+            raise ValueError(f"{folder} can't be reported: it has no {file.name}{hint}")
     return EvaluatedRun(
         json.loads(files["config.json"].read_text()),
         json.loads(files["environment.json"].read_text())["sessions"][-1],
@@ -52,7 +53,9 @@ def write_summary(folders: Sequence[Path], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     readme, exact, training = out / "README.md", out / "exact-match.png", out / "training.png"
     readme.write_text(summary_text(runs))
-    draw_exact_match({name: run.evaluation for name, run in runs.items()}, exact)
+    first = next(iter(runs.values()))
+    title = f"{first.config['task']['name']}, {first.metrics[-1]['step']:,} training steps"
+    draw_exact_match({name: run.evaluation for name, run in runs.items()}, exact, title=title)
     draw_training({name: run.metrics for name, run in runs.items()}, training)
     return [readme, exact, training]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tra.report._style import colour, styled
+from tra.report._style import NAMES, colour, styled
 
 
 def draw_training(metrics: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -22,7 +22,7 @@ def draw_training(metrics: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
         figure, axes = plt.subplots(figsize=(5.5, 3.2))
         for mechanism, rows in metrics.items():
             steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-            axes.plot(steps, losses, color=colour(mechanism), label=mechanism, linewidth=1)
+            axes.plot(steps, losses, color=colour(mechanism), label=NAMES.get(mechanism, mechanism), linewidth=1)
         axes.set_yscale("log")
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")

@@ -4,7 +4,8 @@
                 └ loss and score from here on: c, a, b, <eos>
 
 A large alphabet makes each symbol nearly unique, so content alone finds the place; a small one repeats, so the model
-must keep count. The two fail differently.
+must keep count. The two fail differently. The paper trains on "input length 50", which we read as up to 50; its format
+and alphabet aren't known to us, so these are ours.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                         └ the question
 
 With a small alphabet the other symbols repeat all the time; the question's never does. An input has at least two
-symbols, and the question is never its last, so that something follows it.
+symbols, and the question is never its last, so that something follows it. Format and alphabet are ours, as in copy.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@
     map       c a b d    ->  each symbol through one fixed permutation
     keep      c a* b d*  ->  a d           the marked ones, without their mark
 
-An input may be empty, and so may an output.
+An input may be empty, and so may an output. The paper has a set of this kind; which operations it holds isn't known
+to us, so these seven are ours.
 """
 
 from __future__ import annotations
