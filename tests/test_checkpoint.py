@@ -72,7 +72,10 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path,
 def test_a_changed_step_is_damage_too(tmp_path: Path) -> None:
     path = tmp_path / "step-00000007.safetensors"
     save_tensors(path, {"x": torch.zeros(3)}, {"step": "7"})
-    path.write_bytes(path.read_bytes().replace(b'step\\\\\\": \\\\\\"7', b'step\\\\\\": \\\\\\"8'))
+    before = path.read_bytes()
+    after = before.replace(rb"\"step\": \"7\"", rb"\"step\": \"8\"")
+    assert after != before
+    path.write_bytes(after)
     with pytest.raises(DamagedError, match="don't match its digest"):
         load_tensors(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tra.attention import MECHANISMS
 from tra.cli import VERBS
 from tra.presets import PRESETS
+from tra.rows import read_rows
 from tra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,19 @@ def test_its_tree_is_the_tree() -> None:
         assert f"{folder}/" in tree
 
 
+def test_its_numbers_are_those_of_the_logs() -> None:
+    rows = {
+        name: {row["split"]: row["exact"] for row in read_rows(ROOT / "results/demo" / name / "eval.jsonl")}
+        for name in ("tra", "rope")
+    }
+    for name, label in (("tra", "TRA"), ("rope", "RoPE")):
+        cells = " | ".join(f"{rows[name][split]:.3f}" for split in ("iid", "sparse", "dense", "4x", "16x"))
+        assert f"| {label} | {cells} |" in README
+    bench = json.loads((ROOT / "results/bench/op-cpu.json").read_text())
+    assert f"{bench['speedup']:.1f} times as fast" in README
+    assert f"it took {bench['memory_ratio']:.2f} of the memory" in README
+
+
 def test_its_names_exist() -> None:
     for verb, preset in re.findall(r"tra (\w+) --preset ([\w-]+)", README):
         assert verb in VERBS
@@ -43,7 +58,7 @@ def test_its_names_exist() -> None:
         assert name in README or name.removesuffix("-quick") in README
     for name in (*TASKS, *MECHANISMS):
         assert name in README
-    for target in re.findall(r"make ([a-z-]+) ", README):
+    for target in re.findall(r"(?:`|    )make ([a-z-]+)", README):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
     for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (ROOT / link).exists(), link
