@@ -80,7 +80,7 @@ def test_help(verb: tuple[str, ...]) -> None:
         (("evaluate", "flipflop-tra", "--splits", "dens"), "did you mean 'dense'"),
         (("evaluate", "flipflop-tra", "--rows", "none.txt"), "there is no file none.txt"),
         (("report", "none"), "has no config.json"),
-        (("demo", "--out", "precious"), "was not left by a demo"),
+        (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
         (("trian",), "unknown verb 'trian': did you mean 'train'?"),
         (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
         (("bench", "ops"), "invalid choice 'ops'"),
@@ -88,16 +88,17 @@ def test_help(verb: tuple[str, ...]) -> None:
     ],
 )
 def test_bad_input_gets_one_clear_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    for folder in ("exists", "precious"):
+    for folder in ("exists", "tra"):
         (tmp_path / folder).mkdir()
     (tmp_path / "exists" / "config.json").write_text(json.dumps(preset("demo").to_dict()))
-    (tmp_path / "precious" / "thesis.tex").write_text("…")
+    (tmp_path / "tra" / "thesis.tex").write_text("…")
     (tmp_path / "newer.json").write_text(json.dumps(preset("demo").to_dict() | {"version": 99}))
     done = tra(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "Traceback" not in done.stderr
+    assert (tmp_path / "tra" / "thesis.tex").exists()
 
 
 def test_version() -> None:

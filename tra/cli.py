@@ -146,7 +146,7 @@ def demo(out: Path = Path("demo"), seed: int = 0) -> int:
     """Train TRA and RoPE side by side on a small task, and see which one survives length. Takes minutes on a laptop.
 
     Args:
-        out: Where runs, table and figure go. What an earlier demo left there is replaced.
+        out: Where runs and figure go. An earlier demo's are replaced, nothing else is touched.
         seed: Of initialisation and data.
     """
     from tra.demo import run_demo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -26,9 +25,6 @@ def run_demo(out: Path, seed: int = 0, steps: int | None = None) -> int:
     config = preset("demo")
     task = config.task.build()
     train_length = task.lengths("train").longest
-    if out.exists() and any(out.iterdir()) and not (out / RIVALS[0] / "config.json").is_file():
-        raise ValueError(f"{out} exists and was not left by a demo: choose another --out")
-    shutil.rmtree(out, ignore_errors=True)
     console.print(
         f"Flip-flop: remember the last written bit through noise. Trained on {train_length} symbols, "
         f"tested on up to {16 * train_length:,}.\n"
@@ -42,7 +38,7 @@ def run_demo(out: Path, seed: int = 0, steps: int | None = None) -> int:
             changes.append(f"train.steps={steps}")
         folder = out / mechanism
         with TrainingDisplay(mechanism) as display:
-            result = train(config.override(changes), folder, device=device, progress=display)
+            result = train(config.override(changes), folder, overwrite=True, device=device, progress=display)
         if not result.done:
             console.print(f"stopped at step {result.step:,} of {mechanism}")
             return 130
