@@ -8,7 +8,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Tensors make first examples slow; the number of examples, not a clock, bounds a property test.
-settings.register_profile("tra", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+# On a build machine the examples are the same every time; HYPOTHESIS_EXAMPLES=500 searches further.
+settings.register_profile(
+    "tra",
+    deadline=None,
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "25")),
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("tra")
 
 # Workers side by side get one thread each, and so do their children: more threads than cores wait for one another.
