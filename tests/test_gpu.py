@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from tra.checkpoint import load_tensors
 from tra.presets import preset
 from tra.rows import read_rows
+from tra.run import RunFolder
 from tra.tasks import TASKS, generator
-from tra.train import Progress, train
+from tra.train import Progress, Trainer, train
 
 pytestmark = pytest.mark.gpu
 
@@ -36,9 +39,6 @@ def test_the_captured_step_is_the_plain_step(tmp_path: Path, mechanism: str) -> 
 
 def test_dropout_differs_from_step_to_step_in_a_captured_graph(tmp_path: Path) -> None:
     """The same batch at rate 0 over and over: only dropout moves the loss."""
-    from tra.run import RunFolder
-    from tra.train import Trainer
-
     config = preset("demo").override([*SMALL, "model.dropout=0.3", "optim.lr=1e-30"])
     (tmp_path / "run").mkdir()
     trainer = Trainer(config, RunFolder(tmp_path / "run"), torch.device("cuda"))
@@ -46,16 +46,13 @@ def test_dropout_differs_from_step_to_step_in_a_captured_graph(tmp_path: Path) -
     for step in (0, 1, 2, 0):
         trainer.step = step
         trainer.window.zero_()
-        trainer.make_step(batch)
+        trainer.optimise(batch)
         seen.append(float(trainer.window[0]))
     assert len(set(seen[:3])) == 3
     assert seen[3] == pytest.approx(seen[0], rel=1e-5)
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
-    import os
-    import signal
-
     config, cuda = preset("demo").override([*SMALL, "model.dropout=0.1"]), torch.device("cuda")
     train(config, tmp_path / "whole", device=cuda)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tra.evaluate import SplitResult
+from tra.rows import exact_text, length_text
 from tra.train import Progress as TrainingProgress
 
 
@@ -106,13 +108,7 @@ def metrics_line(metrics: dict[str, Any]) -> str:
 def results_table(results: dict[str, list[SplitResult]]) -> Table:
     """Exact match and interval, a row per split, a column per run."""
     table = Table("split", "lengths", "sequences", *results, title="exact match (95 % interval)")
-    first = next(iter(results.values()))
-    for index, row in enumerate(first):
-        lengths = f"{row.shortest}" if row.shortest == row.longest else f"{row.shortest}-{row.longest}"
-        digits = 5 if row.examples > 10_000 else 4 if row.examples > 1000 else 3
-        cells = [
-            f"{r.exact:.{digits}f} ({r.low:.{digits}f}-{r.high:.{digits}f})"
-            for r in (found[index] for found in results.values())
-        ]
-        table.add_row(row.split, lengths, f"{row.examples:,}", *cells)
+    for same_split in zip(*results.values(), strict=True):
+        first, *_ = rows = [asdict(result) for result in same_split]
+        table.add_row(first["split"], length_text(first), f"{first['examples']:,}", *map(exact_text, rows))
     return table

@@ -18,9 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 import tra
+from tra import evaluate as evaluation
+from tra import presets
+from tra import train as training
 from tra._display import EvaluationDisplay, TrainingDisplay, results_table
+from tra.config import RunConfig
 from tra.naming import unknown_name
 from tra.presets import PRESETS
+from tra.run import SHIPPED, RunFolder
 
 Json = Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff]
 
@@ -47,14 +52,12 @@ def train(
         time_limit: Checkpoint and stop in time, as in 9m, 90s or 1h30m.
         device: cpu or cuda; a GPU by default if there is one.
     """
-    from tra import train as training
-    from tra.config import RunConfig
-    from tra.presets import preset as build
-
     limit = None if time_limit is None else parse_duration(time_limit)
     if preset is not None and config is not None:
         raise ValueError("give either --preset or --config")
-    run_config = build(preset) if preset is not None else RunConfig.load(config) if config is not None else None
+    run_config = (
+        presets.preset(preset) if preset is not None else RunConfig.load(config) if config is not None else None
+    )
     if run_config is None and not (resume and out is not None):
         raise ValueError(f"say what to train: --preset {' | '.join(PRESETS)}, --config FILE, or --resume --out FOLDER")
     if overrides:
@@ -104,12 +107,9 @@ def evaluate(
         device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON lines instead of a table.
     """
-    from tra import evaluate as evaluation
-    from tra.run import SHIPPED
-    from tra.train import pick_device
-
-    chosen = pick_device(device)
-    folder, config, model = evaluation.load(run, chosen)
+    chosen = training.pick_device(device)
+    folder = RunFolder.open(run)
+    config, model = folder.config(), folder.load_model(chosen)
     task = config.task.build()
     with EvaluationDisplay(quiet=as_json) as display:
         if rows is not None:
@@ -187,14 +187,13 @@ def bench(
     """
     from tra.bench.op import bench_op
     from tra.bench.sampling import bench_sampling
-    from tra.train import pick_device
 
     with Console(stderr=True).status("measuring") as status:
 
         def progress(text: str) -> None:
             status.update(f"measuring {text}")
 
-        chosen = pick_device(device)
+        chosen = training.pick_device(device)
         result = bench_op(progress) if what == "op" else bench_sampling(chosen, progress)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -270,8 +269,6 @@ def _in_one_line(box: str) -> str:
 
 def main() -> None:
     """Entry point of `tra` and of `python -m tra`."""
-    from tra.train import DiskFullError
-
     if sys.argv[1:] == ["--version"]:
         print(tra.__version__)
         return
@@ -280,7 +277,7 @@ def main() -> None:
     except ValueError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except DiskFullError as error:
+    except training.DiskFullError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

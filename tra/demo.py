@@ -18,7 +18,7 @@ from tra.train import pick_device, train
 RIVALS = tuple(name for name in ("tra", "rope", "forgetting") if name in MECHANISMS)
 
 
-def run_demo(out: Path, seed: int = 0, steps: int | None = None) -> int:
+def run_demo(out: Path, seed: int = 0) -> int:
     """Train, evaluate, show a table, and save it with a figure under `out`."""
     console = Console()
     device = pick_device("cpu")
@@ -34,8 +34,6 @@ def run_demo(out: Path, seed: int = 0, steps: int | None = None) -> int:
     results: dict[str, list[evaluation.SplitResult]] = {}
     for mechanism in RIVALS:
         changes = [f"model.mechanism={mechanism}", f"train.seed={seed}"]
-        if steps is not None:
-            changes.append(f"train.steps={steps}")
         folder = out / mechanism
         with TrainingDisplay(mechanism) as display:
             result = train(config.override(changes), folder, overwrite=True, device=device, progress=display)

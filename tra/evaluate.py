@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from tra._step import autocast, score
-from tra.config import EvalConfig, RunConfig
+from tra.config import EvalConfig
 from tra.model import Decoder
 from tra.rows import read_rows
-from tra.run import RunFolder
+from tra.run import RunFolder, write_rows
 from tra.tasks import Batch, FlipFlop, Task, generator
 from tra.tasks.flipflop import from_tokens
 
@@ -152,14 +152,8 @@ def evaluate_run(run: RunFolder, results: Iterator[SplitResult]) -> Iterator[Spl
     for result in results:
         key = (result.split, result.seed, result.precision)
         rows = [row for row in read_rows(run.evaluation_file) if (row["split"], row["seed"], row["precision"]) != key]
-        run.write_rows(run.evaluation_file, [*rows, asdict(result)])
+        write_rows(run.evaluation_file, [*rows, asdict(result)])
         yield result
-
-
-def load(name: str | Path, device: torch.device) -> tuple[RunFolder, RunConfig, Decoder]:
-    """A run by path or shipped name, with its trained decoder."""
-    run = RunFolder.open(name)
-    return run, run.config(), run.load_model(device)
 
 
 def _result(

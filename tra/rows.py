@@ -1,8 +1,9 @@
-"""JSON lines: how metrics and evaluations are written down and read."""
+"""Metrics and evaluations as they are read back: JSON lines, and how a result is put into words."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +19,14 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+def exact_text(row: Mapping[str, Any]) -> str:
+    """`0.824 (0.807-0.840)`, with as many digits as the number of sequences bears."""
+    digits = 5 if row["examples"] > 10_000 else 4 if row["examples"] > 1000 else 3
+    return f"{row['exact']:.{digits}f} ({row['low']:.{digits}f}-{row['high']:.{digits}f})"
+
+
+def length_text(row: Mapping[str, Any]) -> str:
+    """`512`, or `51-100` where lengths vary."""
+    return str(row["longest"]) if row["shortest"] == row["longest"] else f"{row['shortest']}-{row['longest']}"

@@ -96,8 +96,10 @@ class RunFolder:
         model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return model.to(device).eval()
 
-    def write_rows(self, file: Path, rows: list[dict[str, Any]]) -> None:
-        write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """JSON lines, all of them or, if something happens, the file as it was."""
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def environment(device: torch.device) -> dict[str, Any]:

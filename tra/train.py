@@ -26,7 +26,7 @@ from tra.config import RunConfig
 from tra.model import Decoder
 from tra.optim import adamw, load_optimizer_tensors, optimizer_tensors, set_rate
 from tra.rows import read_rows
-from tra.run import RunFolder
+from tra.run import RunFolder, write_rows
 from tra.tasks import Batch, Task, stream_seed
 
 DEAD = 0.99
@@ -127,7 +127,7 @@ class Trainer:
         self.saved_at = -1
         self.saving_took = 0.0
         self._restore()
-        self._optimise = make_step(self.model, self.optimizer, config, self.task.size("train"), device)
+        self._step_function = make_step(self.model, self.optimizer, config, self.task.size("train"), device)
 
     def run_to(self, deadline: float | None) -> Result:
         steps = self.config.train.steps
@@ -153,14 +153,14 @@ class Trainer:
 
     def one_step(self) -> None:
         self.batch = self.next_batch()
-        self.make_step(self.batch)
+        self.optimise(self.batch)
         self.step += 1
 
-    def make_step(self, batch: Batch) -> None:
-        """Optimise on a batch, at this step's rate and with its dropout."""
+    def optimise(self, batch: Batch) -> None:
+        """One step on a batch, at this step's rate and with its dropout."""
         torch.manual_seed(stream_seed(self.config.train.seed, "dropout", self.step))
         set_rate(self.optimizer, self.config.optim.rate(self.step, self.config.train.steps))
-        self.window += self._optimise(batch)
+        self.window += self._step_function(batch)
 
     def next_batch(self) -> Batch:
         """The batch of this step, out of a draw for several: a sampler is many small kernels, whatever their size."""
@@ -225,7 +225,7 @@ class Trainer:
         state = load_checkpoint(self.run.checkpoint_folder, lambda text: self._say(f"warning: {text}"))
         rows = [row for row in read_rows(self.run.metrics_file) if state is not None and row["step"] <= state.step]
         if self.run.metrics_file.is_file():  # what came after the checkpoint will come again
-            self.run.write_rows(self.run.metrics_file, rows)
+            write_rows(self.run.metrics_file, rows)
         if state is None:
             return
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +18,24 @@ from tra.train import STEPS_PER_DRAW, Trainer
 PRESETS = ("flipflop", "copy", "induct", "instruct", "mqar")
 
 
-def measure_sampling(
-    name: str, device: torch.device, changes: Sequence[str] = (), rounds: int = 8, draws: int = 1
-) -> dict[str, Any]:
+def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, Any]:
     """Milliseconds of a step with and without sampling: medians over rounds, which alternate."""
-    config = preset(name).override(changes)
+    config = preset(name)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, RunFolder(Path(folder)), device)
         batch = trainer.next_batch()
-        steps = draws * STEPS_PER_DRAW
 
         def round_of(action: Callable[[], object]) -> float:
             _wait(device)
             begun = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(STEPS_PER_DRAW):
                 action()
             _wait(device)
-            return 1e3 * (time.perf_counter() - begun) / steps
+            return 1e3 * (time.perf_counter() - begun) / STEPS_PER_DRAW
 
         def ready_step() -> None:
             trainer.step += 1  # the same bookkeeping as a real step, on a batch that is there
-            trainer.make_step(batch)
+            trainer.optimise(batch)
 
         round_of(trainer.one_step)
         both, alone = [], []

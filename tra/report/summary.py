@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tra.report.exact_match import draw_exact_match
 from tra.report.training import draw_training
-from tra.rows import read_rows
+from tra.rows import exact_text, length_text, read_rows
 
 
 class EvaluatedRun(NamedTuple):
@@ -73,9 +73,8 @@ def summary_text(runs: dict[str, EvaluatedRun]) -> str:
         "|---|---|---|" + "---|" * len(runs),
     ]
     for index, row in enumerate(first.evaluation):
-        length = str(row["longest"]) if row["shortest"] == row["longest"] else f"{row['shortest']}-{row['longest']}"
-        cells = " | ".join(_cell(run.evaluation[index]) for run in runs.values())
-        lines.append(f"| {row['split']} | {length} | {row['examples']:,} | {cells} |")
+        cells = " | ".join(exact_text(run.evaluation[index]) for run in runs.values())
+        lines.append(f"| {row['split']} | {length_text(row)} | {row['examples']:,} | {cells} |")
     lines += [
         "",
         "![exact match](exact-match.png)",
@@ -93,11 +92,6 @@ def summary_text(runs: dict[str, EvaluatedRun]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _cell(row: dict[str, Any]) -> str:
-    digits = 5 if row["examples"] > 10_000 else 4
-    return f"{row['exact']:.{digits}f} ({row['low']:.{digits}f}-{row['high']:.{digits}f})"
 
 
 def _facts(runs: dict[str, EvaluatedRun]) -> list[tuple[str, list[str]]]:
