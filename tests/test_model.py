@@ -110,7 +110,7 @@ def test_padding_changes_nothing(mechanism: str, side: str) -> None:
         torch.testing.assert_close(stepwise[row, mask[row]], alone)
 
 
-@MECHANISM
+@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "lstm"])
 def test_packed_documents_do_not_see_each_other(mechanism: str) -> None:
     model = decoder(mechanism)
     ids, lengths = tokens(2, 20), ([5, 9, 6], [1, 19])
@@ -163,7 +163,7 @@ def test_bfloat16_autocast_stays_near(mechanism: str) -> None:
     """A dozen roundings of 2^-9 in a row. Without a threshold, at which a rounded score may fall on the other side."""
     model, ids = decoder(mechanism).float(), tokens(2, 30)
     for block in model.blocks:
-        if mechanism == "tra":
+        if hasattr(block.attention, "threshold"):
             block.attention.threshold = -torch.inf
     exact = model(ids).detach()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -246,8 +246,12 @@ def test_bad_calls() -> None:
 @pytest.mark.slow
 @MECHANISM
 def test_compiles_as_one_graph(mechanism: str) -> None:
+    """All but the LSTM, around which the compiler breaks its graph."""
+    torch._dynamo.reset()
     model, ids = decoder(mechanism).float(), tokens(2, 24)
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=mechanism != "lstm")
     torch.testing.assert_close(compiled(ids), model(ids))
+    if mechanism == "lstm":
+        return
     documents = torch.arange(24).expand(2, -1) // 7
     torch.testing.assert_close(compiled(ids, document_ids=documents), model(ids, document_ids=documents))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention import MECHANISMS, Cache, LayerCache, ThresholdRelativeAttention
+from tra.attention._base import places
 from tra.naming import unknown_name
 
 
@@ -34,14 +35,18 @@ class DecoderConfig:
     """"pre" is x + f(norm(x)); "authors" keeps the normalised stream as residual: x = norm(x), x + f(x)."""
     qk_norm: bool | None = None
     """Normalise queries and keys; None is the mechanism's published choice."""
+    rotary: bool | None = None
+    """Rotate queries and keys by their place; None is the mechanism's published choice."""
     dropout: float = 0.0
     """Rate on the attention weights and on the MLP's hidden representation."""
     embedding_init: Literal["uniform", "normal"] = "uniform"
     """"uniform" is the authors' U(-0.01, 0.01); "normal" is N(0, 0.02)."""
     gate_bias: float = 0.0
-    """Initial bias of TRA's forget gate: at 0 a head of width 64 forgets after some 37 kept keys."""
+    """Initial bias of the forget gate (tra, forgetting): at 0 TRA at width 64 forgets after some 37 kept keys."""
     rope_theta: float = 500_000.0
-    """Base of rope's wavelengths."""
+    """Base of the rotation's wavelengths."""
+    cope_positions: int = 64
+    """Positions that cope has embeddings for (npos_max)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
@@ -85,19 +90,28 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with its norm, around one of two residual streams."""
+    """Attention, then MLP, each with its norm, around one of two residual streams. An LSTM takes the place of both."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.kind = config.block
-        mechanism = MECHANISMS[config.mechanism]
-        own = {name: getattr(config, name) for name in mechanism.config_fields}
+        mechanism: Any = MECHANISMS[config.mechanism]
+        own = {name: layer if name == "layer" else getattr(config, name) for name in mechanism.config_fields}
         self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.attention = mechanism(
-            config.d_model, config.n_heads, config.n_kv_heads, qk_norm=config.qk_norm, dropout=config.dropout, **own
+            config.d_model,
+            config.n_heads,
+            config.n_kv_heads,
+            qk_norm=config.qk_norm,
+            rotary=config.rotary,
+            rope_theta=config.rope_theta,
+            dropout=config.dropout,
+            **own,
         )
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
-        self.mlp = MLP(config.d_model, config.dropout)
+        self.has_mlp = not mechanism.replaces_mlp
+        if self.has_mlp:
+            self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+            self.mlp = MLP(config.d_model, config.dropout)
 
     def forward(
         self, x: Tensor, key_mask: Tensor | None, cache: LayerCache | None, document_ids: Tensor | None
@@ -105,19 +119,21 @@ class Block(nn.Module):
         normed = self.attention_norm(x)
         residual = normed if self.kind == "authors" else x
         x = residual + self.attention(normed, key_mask, cache, document_ids)
+        if not self.has_mlp:
+            return x
         normed = self.mlp_norm(x)
         residual = normed if self.kind == "authors" else x
         return residual + self.mlp(normed)
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model: no positions are added to the input, the head is untied and has no bias."""
+    """A decoder-only language model. The head is untied, without bias; `sinusoidal` alone marks its input."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.n_layers)])
+        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.embedding_init == "uniform":
@@ -143,6 +159,9 @@ class Decoder(nn.Module):
         """
         self._check(tokens)
         x = self.embedding(tokens)
+        mechanism = MECHANISMS[self.config.mechanism]
+        if mechanism.marks_input:
+            x = mechanism.mark_input(x, places(x, key_mask, 0 if cache is None else cache.length, document_ids))
         for index, block in enumerate(self.blocks):
             x = block(x, key_mask, None if cache is None else cache.layers[index], document_ids)
         return self.head(self.norm(x))
@@ -193,22 +212,26 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
         """Per TRA layer: kept fraction, rate of null rows and mean δ, each `[H]`. Empty for other mechanisms."""
-        rows: list[dict[str, Tensor]] = []
+        if not issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
+            return []
+        return [layer.statistics(x) for layer, x in self.attention_inputs(tokens)]
+
+    @torch.no_grad()
+    def attention_inputs(self, tokens: Tensor) -> list[tuple[Any, Tensor]]:
+        """Every layer's mechanism with the input it gets, `[B, T, d_model]`."""
+        found: list[tuple[Any, Tensor]] = []
 
         def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            assert isinstance(layer, ThresholdRelativeAttention)
-            rows.append(layer.statistics(inputs[0]))
+            found.append((layer, inputs[0]))
 
-        layers = [m for m in self.modules() if isinstance(m, ThresholdRelativeAttention)]
-        if not layers:
-            return rows
+        layers = [block.get_submodule("attention") for block in self.blocks]
         hooks = [layer.register_forward_pre_hook(look) for layer in layers]
         try:
             self(tokens)
         finally:
             for hook in hooks:
                 hook.remove()
-        return rows
+        return found
 
     def _check(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64) or tokens.numel() == 0:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tra.attention import RotaryAttention
-from tra.attention._base import positions
-from tra.attention.rope import _angles, rotate
+from tra.attention._base import places
+from tra.attention._rotary import angles, rotate, rotate_by_place
 
 
 def test_rotation_is_multiplication_by_a_complex_number() -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    angle = _angles(torch.arange(5)[None], 8, 500_000.0, torch.float64)
+    angle = angles(torch.arange(5)[None], 8, 500_000.0, torch.float64)
     rotated = torch.complex(x[..., :4], x[..., 4:])
     for place in range(5):
         for pair in range(4):
@@ -21,12 +20,10 @@ def test_rotation_is_multiplication_by_a_complex_number() -> None:
 
 
 def test_scores_depend_on_distance_alone() -> None:
-    layer = RotaryAttention(16, 1).double()
     q, k = torch.randn(1, 1, 1, 16).double(), torch.randn(1, 1, 1, 16).double()
 
     def score(at: int, of: int) -> float:
-        query = layer.place(q, k, None, past=at)[0]
-        key = layer.place(q, k, None, past=of)[1]
+        query, key = (rotate_by_place(x, torch.tensor([[place]]), 500_000.0) for x, place in ((q, at), (k, of)))
         return float((query * key).sum())
 
     assert abs(score(7, 3) - score(1007, 1003)) < 1e-9
@@ -35,5 +32,5 @@ def test_scores_depend_on_distance_alone() -> None:
 
 def test_padding_does_not_count() -> None:
     mask = torch.tensor([[False, False, True, True, False, True]])
-    assert positions(torch.zeros(1, 6, 4), mask, past=0)[0].tolist() == [0, 0, 0, 1, 1, 2]
-    assert positions(torch.zeros(1, 2, 4), mask, past=4)[0].tolist() == [1, 2]
+    assert places(torch.zeros(1, 6, 4), mask, past=0)[0].tolist() == [0, 0, 0, 1, 1, 2]
+    assert places(torch.zeros(1, 2, 4), mask, past=4)[0].tolist() == [1, 2]

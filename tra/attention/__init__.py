@@ -1,23 +1,64 @@
 """Mechanisms: TRA and its rivals, one file each, all with the same projections, cache and signature."""
 
-from tra.attention._base import Attention
+from tra.attention._base import Attention, Mechanism, WeightMap
 from tra.attention._cache import Cache, LayerCache
+from tra.attention.alibi import LinearBiasAttention
+from tra.attention.cope import ContextualPositionAttention
+from tra.attention.differential import DifferentialAttention
+from tra.attention.entmax import EntmaxAttention
+from tra.attention.forgetting import ForgettingAttention
+from tra.attention.lstm import LongShortTermMemory
 from tra.attention.nope import NoPositionAttention
 from tra.attention.rope import RotaryAttention
+from tra.attention.selective import SelectiveAttention
+from tra.attention.sinusoidal import SinusoidalAttention
+from tra.attention.ssmax import ScalableSoftmaxAttention
+from tra.attention.stickbreaking import StickBreakingAttention
 from tra.attention.tra import ThresholdRelativeAttention
+from tra.attention.tra_distance_only import DistanceOnlyAttention
+from tra.attention.tra_plain_distance import PlainDistanceAttention
+from tra.attention.tra_threshold_only import ThresholdOnlyAttention
 
-MECHANISMS: dict[str, type[Attention]] = {
+MECHANISMS: dict[str, type[Mechanism]] = {
     "tra": ThresholdRelativeAttention,
     "rope": RotaryAttention,
+    "cope": ContextualPositionAttention,
+    "forgetting": ForgettingAttention,
     "nope": NoPositionAttention,
+    "sinusoidal": SinusoidalAttention,
+    "alibi": LinearBiasAttention,
+    "stickbreaking": StickBreakingAttention,
+    "selective": SelectiveAttention,
+    "differential": DifferentialAttention,
+    "ssmax": ScalableSoftmaxAttention,
+    "entmax": EntmaxAttention,
+    "tra-threshold-only": ThresholdOnlyAttention,
+    "tra-distance-only": DistanceOnlyAttention,
+    "tra-plain-distance": PlainDistanceAttention,
+    "lstm": LongShortTermMemory,
 }
 
 __all__ = [
     "MECHANISMS",
     "Attention",
     "Cache",
+    "ContextualPositionAttention",
+    "DifferentialAttention",
+    "DistanceOnlyAttention",
+    "EntmaxAttention",
+    "ForgettingAttention",
     "LayerCache",
+    "LinearBiasAttention",
+    "LongShortTermMemory",
+    "Mechanism",
     "NoPositionAttention",
+    "PlainDistanceAttention",
     "RotaryAttention",
+    "ScalableSoftmaxAttention",
+    "SelectiveAttention",
+    "SinusoidalAttention",
+    "StickBreakingAttention",
+    "ThresholdOnlyAttention",
     "ThresholdRelativeAttention",
+    "WeightMap",
 ]

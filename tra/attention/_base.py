@@ -1,32 +1,80 @@
-"""What all mechanisms share: projections, the norm of queries and keys, the cache, and the masks of SDPA."""
+"""What all mechanisms share: projections, the norm and rotation of queries and keys, the cache, masks and the map."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention._cache import LayerCache
+from tra.attention._rotary import rotate_by_place
 
 
-class Attention(nn.Module):
+class Given(NamedTuple):
+    """What a mechanism works on. Queries stand at the end of the keys."""
+
+    x: Tensor  # [B, Tq, d_model]
+    query: Tensor  # [B, H, Tq, D], normalised and rotated if the mechanism does so
+    key: Tensor  # [B, Hkv, Tk, D]
+    value: Tensor  # [B, Hkv, Tk, D]
+    key_mask: Tensor | None  # [B, Tk]
+    document_ids: Tensor | None  # [B, Tq]
+    cache: LayerCache | None
+
+    @property
+    def past(self) -> int:
+        return self.key.shape[2] - self.query.shape[2]
+
+
+class WeightMap(NamedTuple):
+    """What some queries make of all keys, each `[B, H, rows, Tk]`."""
+
+    weights: Tensor
+    """What a value is multiplied with; 0 where a key is not seen."""
+    content: Tensor
+    """The scaled product of query and key before position enters."""
+    logits: Tensor
+    """What orders the keys in the end, content and position together; -inf where a key is not seen, or dropped."""
+
+
+class Mechanism(nn.Module):
+    """What the decoder knows of a mechanism."""
+
+    config_fields: ClassVar[tuple[str, ...]] = ()
+    """Arguments of the mechanism's own: fields of `DecoderConfig` of the same name, or "layer", the layer's number."""
+    marks_input: ClassVar[bool] = False
+    """Positions are added to the decoder's input, by `mark_input`, so that content and position can't be told apart."""
+    replaces_mlp: ClassVar[bool] = False
+    """It takes the place of a whole block, not of its attention alone."""
+
+    def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
+        raise ValueError(f"{type(self).__name__} has no attention map")
+
+    @staticmethod
+    def mark_input(x: Tensor, place: Tensor) -> Tensor:
+        """Add positions `[B or 1, T]` to embeddings `[B, T, d_model]`, where a mechanism `marks_input`."""
+        raise NotImplementedError
+
+
+class Attention(Mechanism):
     """Causal self-attention with everything but the mechanism.
 
-    A mechanism overrides `attend`, and `place` if it marks positions on queries and keys.
+    A mechanism overrides `attend`, the fast path, and `logits` and `weigh`, from which its attention map comes.
 
     Args:
         d_model: Width of the input and the output.
         n_heads: Query heads; their width is `d_model / n_heads`.
         n_kv_heads: Key and value heads, each shared by `n_heads / n_kv_heads` query heads; n_heads by default.
         qk_norm: RMS-normalise queries and keys, without a learned scale; None is the mechanism's published choice.
+        rotary: Rotate queries and keys by their place; None is the mechanism's published choice.
+        rope_theta: Base of the rotation's wavelengths.
         dropout: Rate on the attention weights, in training.
     """
 
     default_qk_norm: ClassVar[bool] = False
-    config_fields: ClassVar[tuple[str, ...]] = ()
-    """Arguments of the mechanism's own, which `DecoderConfig` holds under the same names."""
+    default_rotary: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -35,6 +83,8 @@ class Attention(nn.Module):
         n_kv_heads: int | None = None,
         *,
         qk_norm: bool | None = None,
+        rotary: bool | None = None,
+        rope_theta: float = 500_000.0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -51,6 +101,10 @@ class Attention(nn.Module):
             raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
         self.n_heads, self.n_kv_heads, self.head_width = n_heads, n_kv_heads, d_model // n_heads
         self.qk_norm = self.default_qk_norm if qk_norm is None else qk_norm
+        self.rotary = self.default_rotary if rotary is None else rotary
+        self.rope_theta = rope_theta
+        if self.rotary and self.head_width % 2:
+            raise ValueError(f"rotation needs an even head width, got {self.head_width}")
         self.dropout = dropout
         self.query = nn.Linear(d_model, d_model, bias=False)
         self.key = nn.Linear(d_model, n_kv_heads * self.head_width, bias=False)
@@ -71,47 +125,66 @@ class Attention(nn.Module):
             cache: Holds the keys and values of earlier tokens, and takes those of the new ones.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
         """
-        query, key, value = self.project(x, key_mask, cache, document_ids)
-        out = self.attend(x, query, key, value, key_mask, document_ids)
+        out = self.attend(self.given(x, key_mask, cache, document_ids))
         return self.out(out.transpose(1, 2).flatten(2))
 
-    def project(
+    def given(
         self,
         x: Tensor,
         key_mask: Tensor | None = None,
         cache: LayerCache | None = None,
         document_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, T, D]`, and keys and values `[B, Hkv, cached + T, D]`."""
+    ) -> Given:
+        """Queries of the new tokens, keys and values of all."""
         past = 0 if cache is None else cache.length
         self._check(x, key_mask, past, document_ids)
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids are for packed training rows and don't go with a cache")
+        query, key, value = self.heads(x)
+        if self.rotary:
+            place = places(x, key_mask, past)
+            query, key = (rotate_by_place(y, place, self.rope_theta) for y in (query, key))
+        if cache is not None:
+            key, value = cache.append(key, value)
+        return Given(x, query, key, value, key_mask, document_ids, cache)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, before position."""
         query = self.query(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         key = self.key(x).unflatten(-1, (self.n_kv_heads, -1)).transpose(1, 2)
         value = self.value(x).unflatten(-1, (self.n_kv_heads, -1)).transpose(1, 2)
         if self.qk_norm:
             query, key = (F.rms_norm(y, (self.head_width,), eps=1e-6).to(value.dtype) for y in (query, key))
-        query, key = self.place(query, key, key_mask, past)
-        if cache is not None:
-            key, value = cache.append(key, value)
         return query, key, value
 
-    def place(self, query: Tensor, key: Tensor, key_mask: Tensor | None, past: int) -> tuple[Tensor, Tensor]:
-        """Mark positions on new queries and keys. Most mechanisms don't."""
-        return query, key
+    @property
+    def dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        document_ids: Tensor | None,
-    ) -> Tensor:
-        """`[B, H, Tq, D]`: what the queries, which stand at the end of the keys, read."""
+    def attend(self, given: Given) -> Tensor:
+        """`[B, H, Tq, D]`: what the queries read."""
         raise NotImplementedError
+
+    def logits(self, given: Given, rows: Tensor) -> Tensor:
+        """`[B, H, rows, Tk]`: what is normalised over keys, for queries `rows` `[R]`; -inf where none is to be seen."""
+        return scores(given, rows).masked_fill(~seen(given, rows), -torch.inf)
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        """Logits to weights."""
+        return logits.softmax(-1)
+
+    @torch.no_grad()
+    def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
+        """Weights, content scores and logits of queries `rows` `[R]`, all by default, over an input `[B, T, d_model]`.
+
+        Computed without autocast. Memory is `B · H · rows · T`, so ask for few rows of a long input.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            given = self.given(x, key_mask)
+            rows = torch.arange(x.shape[1], device=x.device) if rows is None else rows
+            query, key, _ = self.heads(x)
+            logits = self.logits(given, rows)
+            return WeightMap(self.weigh(logits), scores(given._replace(query=query, key=key), rows), logits)
 
     def _check(self, x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.query.in_features:
@@ -129,12 +202,25 @@ class Attention(nn.Module):
                 raise ValueError("give either key_mask or document_ids: padding between documents takes its own id")
 
 
-def positions(x: Tensor, key_mask: Tensor | None, past: int) -> Tensor:
-    """`[B or 1, T]`: places of the new tokens among real tokens; padding doesn't count."""
+def places(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None = None) -> Tensor:
+    """`[B or 1, T]`: places of the new tokens of x `[..., T, width]` among real tokens: padding doesn't count.
+
+    With documents, places start anew in each.
+    """
     length = x.shape[-2]
+    index = torch.arange(past, past + length, device=x.device)[None]
+    if document_ids is not None:
+        number = document_numbers(document_ids)
+        first = F.pad(number[:, 1:] != number[:, :-1], (1, 0), value=True)
+        return index - torch.where(first, index, 0).cummax(-1).values
     if key_mask is None:
-        return torch.arange(past, past + length, device=x.device)[None]
+        return index
     return (key_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+
+def key_places(given: Given) -> Tensor:
+    """`[B or 1, Tk]`: places of all keys."""
+    return places(given.key, given.key_mask, 0, given.document_ids)
 
 
 def document_numbers(document_ids: Tensor) -> Tensor:
@@ -143,29 +229,46 @@ def document_numbers(document_ids: Tensor) -> Tensor:
     return F.pad(changes.long().cumsum(-1), (1, 0))
 
 
-def softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout: float,
-) -> Tensor:
-    """Causal `scaled_dot_product_attention`, queries at the end of the keys, with padding and documents."""
+def seen(given: Given, rows: Tensor) -> Tensor:
+    """`[B or 1, 1, rows, Tk]` bool: the keys that queries `rows` may look at. Padding sees itself: no row is empty."""
+    index = torch.arange(given.key.shape[2], device=given.key.device)
+    own = (rows + given.past)[:, None]
+    visible = (index <= own)[None]
+    if given.key_mask is not None:
+        visible = visible & (given.key_mask[:, None] | (index == own))
+    if given.document_ids is not None:
+        number = document_numbers(given.document_ids)
+        visible = visible & (number[:, rows, None] == number[:, None])
+    return visible[:, None]
+
+
+def scores(given: Given, rows: Tensor) -> Tensor:
+    """`[B, H, rows, Tk]` scaled products in float32 (float64 for float64), whatever autocast says."""
+    dtype = torch.float64 if given.query.dtype == torch.float64 else torch.float32
+    with torch.autocast(given.query.device.type, enabled=False):
+        query = given.query[:, :, rows].to(dtype)
+        key = given.key.to(dtype).repeat_interleave(query.shape[1] // given.key.shape[1], dim=1)
+        return query @ key.mT * given.query.shape[-1] ** -0.5  # [B, H, R, D] @ [B, H, D, Tk]
+
+
+def softmax_or_nothing(logits: Tensor) -> Tensor:
+    """Softmax in which a row of -inf throughout is 0."""
+    highest = logits.detach().amax(-1, keepdim=True)
+    exponentials = torch.exp(logits - torch.where(highest == -torch.inf, 0.0, highest))
+    total = exponentials.sum(-1, keepdim=True)
+    return exponentials / torch.where(total == 0, 1.0, total)
+
+
+def softmax_attention(given: Given, dropout: float, *, scale: float | None = None) -> Tensor:
+    """Causal `scaled_dot_product_attention`, with padding and documents."""
+    query, key, value = given.query, given.key, given.value
     grouped = query.shape[1] != key.shape[1]
     n_queries, n_keys = query.shape[2], key.shape[2]
-    if key_mask is None and document_ids is None and n_queries in (1, n_keys):
+    if given.key_mask is None and given.document_ids is None and n_queries in (1, n_keys):
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=n_queries > 1, enable_gqa=grouped
+            query, key, value, dropout_p=dropout, is_causal=n_queries > 1, scale=scale, enable_gqa=grouped
         )
-    index = torch.arange(n_keys, device=query.device)
-    own = index[n_keys - n_queries :, None]
-    seen = (index <= own)[None]
-    if key_mask is not None:  # a query on padding sees itself, so that no row is empty
-        seen = seen & (key_mask[:, None] | (index == own))
-    if document_ids is not None:
-        number = document_numbers(document_ids)
-        seen = seen & (number[:, :, None] == number[:, None])
+    mask = seen(given, torch.arange(n_queries, device=query.device))
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen[:, None], dropout_p=dropout, enable_gqa=grouped
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
     )

@@ -1,4 +1,4 @@
-"""The growing KV cache: keys and values alone, whatever the mechanism."""
+"""The growing KV cache. Most mechanisms keep keys and values alone; some add a number per key, or a state."""
 
 from __future__ import annotations
 
@@ -11,30 +11,51 @@ class LayerCache:
 
     def __init__(self) -> None:
         self.length = 0
-        self._key: Tensor | None = None
-        self._value: Tensor | None = None
+        self.state: dict[str, Tensor] = {}
+        """What a mechanism carries from token to token."""
+        self._buffers: dict[str, Tensor] = {}
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add `[B, Hkv, T, D]` and `[B, Hkv, T, Dv]`; gives back all keys and values so far."""
-        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise RuntimeError("a cache is for inference: gradients don't flow through it, so use torch.no_grad()")
-        if self._key is not None and self._key.shape[0] != key.shape[0]:
-            raise ValueError(f"the cache holds a batch of {self._key.shape[0]}, got one of {key.shape[0]}")
-        self._key = self._fit(self._key, key)
-        self._value = self._fit(self._value, value)
-        self.length += key.shape[2]
-        return self._key[:, :, : self.length], self._value[:, :, : self.length]
+        start, self.length = self.length, self.length + key.shape[2]
+        try:
+            return self._fit("key", key, start), self._fit("value", value, start)
+        except (RuntimeError, ValueError):
+            self.length = start
+            raise
 
-    def _fit(self, buffer: Tensor | None, new: Tensor) -> Tensor:
-        end = self.length + new.shape[2]
+    def extend(self, name: str, new: Tensor) -> Tensor:
+        """Add `[B, H, T]` numbers of the tokens appended last; gives back those of all."""
+        return self._fit(name, new, self.length - new.shape[2])
+
+    def advance(self, tokens: int, **state: Tensor) -> None:
+        """Count tokens that leave nothing but a new state."""
+        _check_no_grad(*state.values())
+        self.length += tokens
+        self.state |= state
+
+    def check_batch(self, batch: int, held: Tensor) -> None:
+        if held.shape[0] != batch:
+            raise ValueError(f"the cache holds a batch of {held.shape[0]}, got one of {batch}")
+
+    def _fit(self, name: str, new: Tensor, start: int) -> Tensor:
+        _check_no_grad(new)
+        end, buffer = start + new.shape[2], self._buffers.get(name)
+        if buffer is not None:
+            self.check_batch(new.shape[0], buffer)
         if buffer is None or end > buffer.shape[2]:
             capacity = max(end, 2 * (0 if buffer is None else buffer.shape[2]))
-            grown = new.new_zeros(new.shape[0], new.shape[1], capacity, new.shape[3])
+            grown = new.new_zeros(*new.shape[:2], capacity, *new.shape[3:])
             if buffer is not None:
-                grown[:, :, : self.length] = buffer[:, :, : self.length]
-            buffer = grown
-        buffer[:, :, self.length : end] = new
-        return buffer
+                grown[:, :, :start] = buffer[:, :, :start]
+            self._buffers[name] = buffer = grown
+        buffer[:, :, start:end] = new
+        return buffer[:, :, :end]
+
+
+def _check_no_grad(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError("a cache is for inference: gradients don't flow through it, so use torch.no_grad()")
 
 
 class Cache:

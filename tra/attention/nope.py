@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tra.attention._base import Attention, softmax_attention
+from tra.attention._base import Attention, Given, softmax_attention
 
 
 class NoPositionAttention(Attention):
     """Plain causal softmax attention. Arguments as for `Attention`."""
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        document_ids: Tensor | None,
-    ) -> Tensor:
-        return softmax_attention(query, key, value, key_mask, document_ids, self.dropout if self.training else 0.0)
+    def attend(self, given: Given) -> Tensor:
+        return softmax_attention(given, self.dropout_now)

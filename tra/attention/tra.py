@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tra.attention._base import Attention, document_numbers
+from tra.attention._base import Attention, Given, document_numbers, softmax_or_nothing
+from tra.attention._gate import ForgetGate
 from tra.naming import unknown_name
 from tra.ops import (
     IMPLEMENTATIONS,
@@ -17,22 +18,26 @@ from tra.ops import (
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
-from tra.ops._inputs import check_options
+from tra.ops._inputs import Visible, check_options, default_tolerance
+from tra.ops.blockwise import log_rest
+from tra.ops.reference import reference_map
 
 
 class ThresholdRelativeAttention(Attention):
     """Keys below a threshold leave the softmax, and distance counts only the keys that remain.
 
     Args:
-        d_model, n_heads, n_kv_heads, qk_norm, dropout: See `Attention`; queries and keys are normalised by default.
         gate_bias: Initial bias of the forget gate. At 0 a head of width 64 forgets after some 37 kept keys.
         threshold: A key stays when its scaled score is above it.
         tolerance: Largest relative weight an early stop may leave out; None is what rounding hides anyway.
         impl: Implementation of the operator, see `tra.threshold_relative_attention`.
+        options: See `Attention`; queries and keys are normalised by default.
     """
 
     default_qk_norm: ClassVar[bool] = True
     config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
+    gated: ClassVar[bool] = True
+    """Without a gate, distance costs nothing."""
 
     def __init__(
         self,
@@ -40,53 +45,89 @@ class ThresholdRelativeAttention(Attention):
         n_heads: int,
         n_kv_heads: int | None = None,
         *,
-        qk_norm: bool | None = None,
-        dropout: float = 0.0,
         gate_bias: float = 0.0,
         threshold: float = 0.0,
         tolerance: float | None = None,
         impl: str = "auto",
+        **options: Any,
     ) -> None:
-        super().__init__(d_model, n_heads, n_kv_heads, qk_norm=qk_norm, dropout=dropout)
-        check_options(1.0, threshold, None, dropout, tolerance)
+        super().__init__(d_model, n_heads, n_kv_heads, **options)
+        check_options(1.0, threshold, None, self.dropout, tolerance)
         if impl not in IMPLEMENTATIONS:
             raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
         self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
-        self.gate = nn.Linear(d_model, n_heads)
-        nn.init.constant_(self.gate.bias, gate_bias)
+        if self.gated:
+            self.gate = ForgetGate(d_model, n_heads, gate_bias)
+
+    @property
+    def score_bound(self) -> float | None:
+        """After the norm no score exceeds √D, but for the rounding of bf16."""
+        return math.sqrt(self.head_width) * (1 + 2**-7) if self.qk_norm else None
 
     def log_forget(self, x: Tensor) -> Tensor:
-        """δ, `[B, T, d_model]` -> `[B, H, T]`, in float32 also under autocast: distances multiply its error."""
-        with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            gate = F.linear(x.to(dtype), self.gate.weight.to(dtype), self.gate.bias.to(dtype))
-        return F.logsigmoid(gate).transpose(1, 2)
+        """δ, `[B, T, d_model]` -> `[B, H, T]`."""
+        if self.gated:
+            return self.gate(x)
+        return x.new_zeros(
+            x.shape[0], self.n_heads, x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
+        )
 
-    def attend(
-        self,
-        x: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        document_ids: Tensor | None,
-    ) -> Tensor:
+    def attend(self, given: Given) -> Tensor:
         options: dict[str, Any] = {
             "threshold": self.threshold,
-            # After the norm no score exceeds √D, but for the rounding of bf16.
-            "score_bound": math.sqrt(self.head_width) * (1 + 2**-7) if self.qk_norm else None,
-            "dropout": self.dropout if self.training else 0.0,
+            "score_bound": self.score_bound,
+            "dropout": self.dropout_now,
             "tolerance": self.tolerance,
             "impl": self.impl,
         }
-        log_forget = self.log_forget(x)
-        if document_ids is None:
-            return threshold_relative_attention(query, key, value, log_forget, key_mask=key_mask, **options)
+        query, key, value, log_forget = given.query, given.key, given.value, self.log_forget(given.x)
+        if given.document_ids is None:
+            return threshold_relative_attention(query, key, value, log_forget, key_mask=given.key_mask, **options)
         # [B, H, T, ·] -> [B T, H, ·]: rows become further documents of one packed row
         query, key, value, log_forget = (y.transpose(1, 2).flatten(0, 1) for y in (query, key, value, log_forget))
-        ends = _document_ends(document_ids)
+        ends = _document_ends(given.document_ids)
         out = threshold_relative_attention_varlen(query, key, value, log_forget, ends, **options)
-        return out.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
+        return out.unflatten(0, (given.x.shape[0], -1)).transpose(1, 2)
+
+    def logits(self, given: Given, rows: Tensor) -> Tensor:
+        last = (given.past + rows)[None].expand(given.query.shape[0], -1)
+        log_forget = self.log_forget(given.x)[:, :, rows]
+        found = reference_map(
+            given.query[:, :, rows],
+            given.key,
+            log_forget,
+            Visible(torch.zeros_like(last), last, given.key_mask),
+            scale=self.head_width**-0.5,
+            threshold=self.threshold,
+        )
+        return torch.where(found.kept, found.scores + log_forget[..., None] * found.distances, -torch.inf)
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        return softmax_or_nothing(logits)
+
+    @torch.no_grad()
+    def reach(self, x: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
+        """How many tokens back queries `rows` `[R]` look until the rest provably doesn't count: `[B, H, R]`.
+
+        Args:
+            x: The layer's input, `[B, T, d_model]`, without padding.
+            logits: Those of the rows, as in `attention_map`.
+        """
+        given = self.given(x)
+        longest = given.key.norm(dim=-1).amax(-1).repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)
+        bound = (given.query[:, :, rows].norm(dim=-1) * longest[..., None] * self.head_width**-0.5)[..., None]
+        if self.score_bound is not None:
+            bound = torch.full_like(bound, self.score_bound)
+        tolerance = default_tolerance(logits.dtype) if self.tolerance is None else self.tolerance
+        log_forget = self.log_forget(x)[:, :, rows, None].expand_as(logits)
+        kept = (logits > -torch.inf).to(logits.dtype).flip(-1).cumsum(-1).flip(-1)  # from j up to the query
+        weighed = logits.flip(-1).logcumsumexp(-1).flip(-1)
+        left = torch.arange(logits.shape[-1], device=x.device, dtype=logits.dtype).expand_as(logits)  # keys before j
+        done = log_rest(log_forget, kept, left, bound) <= weighed + math.log(max(tolerance, 1e-300))
+        done |= left == 0
+        done &= left <= rows[:, None]
+        nearest = torch.where(done, left, -1.0).amax(-1)
+        return rows - nearest + 1
 
     @torch.no_grad()
     def statistics(self, x: Tensor, key_mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -96,9 +137,8 @@ class ThresholdRelativeAttention(Attention):
             `kept`: the fraction of visible keys kept; `null`: the fraction of rows that keep none;
             `log_forget`: the mean of δ.
         """
-        query, key, _ = self.project(x, key_mask)
-        log_forget = self.log_forget(x)
-        kept = attention_map(query, key, log_forget, threshold=self.threshold, key_mask=key_mask).kept
+        given, log_forget = self.given(x, key_mask), self.log_forget(x)
+        kept = attention_map(given.query, given.key, log_forget, threshold=self.threshold, key_mask=key_mask).kept
         real = torch.ones_like(x[..., 0], dtype=torch.bool) if key_mask is None else key_mask
         seen = real[:, None].expand(-1, x.shape[1], -1).tril() & real[..., None]  # [B, Tq, Tk]
         rows = real[:, None]

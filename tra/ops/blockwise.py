@@ -81,7 +81,7 @@ def _add_distance(scores: Tensor, kept: Tensor, log_forget: Tensor, count: Tenso
     return logits, distances, count + total
 
 
-def _log_rest(log_forget: Tensor, count: Tensor, keys_left: Tensor, highest_score: Tensor) -> Tensor:
+def log_rest(log_forget: Tensor, count: Tensor, keys_left: Tensor, highest_score: Tensor) -> Tensor:
     """Logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`."""
     terms = torch.where(log_forget == 0, keys_left, torch.expm1(log_forget * keys_left) / torch.expm1(log_forget))
     decay = log_forget * (count + 1)
@@ -210,7 +210,7 @@ def _walk_forward(
         if bound is None or index == walk.oldest:
             continue
         keys_left = ((b_last + 1).clamp(max=index * layout.key_block) - b_first).clamp(min=0).to(layout.dtype)
-        rest = _log_rest(b_forget, count, keys_left, bound.left_of(index, norm, chosen).to(layout.dtype))
+        rest = log_rest(b_forget, count, keys_left, bound.left_of(index, norm, chosen).to(layout.dtype))
         done = ((keys_left == 0) | (rest - highest - total.log() < math.log(tolerance))).all(-1)
         if not bool(done.any()):
             continue

@@ -1,0 +1,42 @@
+"""Contextual position encoding (Golovneva et al. 2024): a query counts the keys it finds relevant."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tra.attention._base import Given, scores, seen
+from tra.attention._dense import DenseAttention
+
+
+class ContextualPositionAttention(DenseAttention):
+    """Softmax over `q_i · k_j / √D + q_i · e(p_ij)`, with `p_ij` the sum of σ(q_i · k / √D) over keys from j to i.
+
+    Args:
+        cope_positions: Number of positions with an embedding of their own (npos_max in the paper); p_ij is clamped to
+            the last one, and embeddings between two are interpolated. Shared by the heads of a layer.
+        options: See `Attention`.
+    """
+
+    config_fields: ClassVar[tuple[str, ...]] = ("cope_positions",)
+
+    def __init__(
+        self, d_model: int, n_heads: int, n_kv_heads: int | None = None, *, cope_positions: int = 64, **options: Any
+    ) -> None:
+        super().__init__(d_model, n_heads, n_kv_heads, **options)
+        if cope_positions < 2:
+            raise ValueError(f"cope_positions must be at least 2, got {cope_positions}")
+        self.embedding = nn.Parameter(torch.zeros(self.head_width, cope_positions))
+
+    def logits(self, given: Given, rows: Tensor) -> Tensor:
+        content, visible = scores(given, rows), seen(given, rows)
+        gates = content.sigmoid() * visible
+        place = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.embedding.shape[1] - 1)
+        with torch.autocast(content.device.type, enabled=False):
+            at_whole = given.query[:, :, rows].to(content.dtype) @ self.embedding.to(content.dtype)  # [B, H, R, npos]
+        below = place.detach().floor()
+        lower, upper = (at_whole.gather(-1, p.long()) for p in (below, place.detach().ceil()))
+        share = place - below
+        return (content + share * upper + (1 - share) * lower).masked_fill(~visible, -torch.inf)

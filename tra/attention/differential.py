@@ -1,0 +1,65 @@
+"""Differential attention (Ye et al. 2024): the difference of two softmax maps, so that what both see cancels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tra.attention._base import Attention, Given, WeightMap, softmax_attention
+
+
+class DifferentialAttention(Attention):
+    """`(softmax(q¹ k¹ᵀ) - λ softmax(q² k²ᵀ)) v`, heads in pairs with a value of twice the width, then a norm.
+
+    As published: rotated, λ learnt per layer around an initial value that grows with depth, and the heads' outputs
+    RMS-normalised and multiplied by 1 - λ_init. With as many projections as the others it has half the heads.
+
+    Args:
+        layer: Number of the layer, from 0.
+        options: See `Attention`; `n_heads` and `n_kv_heads` must be even.
+    """
+
+    default_rotary: ClassVar[bool] = True
+    config_fields: ClassVar[tuple[str, ...]] = ("layer",)
+
+    def __init__(
+        self, d_model: int, n_heads: int, n_kv_heads: int | None = None, *, layer: int = 0, **options: Any
+    ) -> None:
+        super().__init__(d_model, n_heads, n_kv_heads, **options)
+        if self.n_heads % 2 or self.n_kv_heads % 2:
+            raise ValueError(
+                f"differential attention pairs its heads: n_heads and n_kv_heads must be even, "
+                f"got {self.n_heads} and {self.n_kv_heads}"
+            )
+        self.initial = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self.lambdas = nn.Parameter(0.1 * torch.randn(4, self.head_width))  # q1, k1, q2, k2
+        self.norm = nn.RMSNorm(2 * self.head_width, eps=1e-5)
+
+    def strength(self) -> Tensor:
+        """λ, in float32 at least."""
+        first_query, first_key, second_query, second_key = self.lambdas
+        return (first_query * first_key).sum().exp() - (second_query * second_key).sum().exp() + self.initial
+
+    def attend(self, given: Given) -> Tensor:
+        group = self.n_heads // self.n_kv_heads
+        # Both halves of a pair's value, to both of its maps, as heads of their own: fused kernels want equal widths.
+        halves = [y.repeat_interleave(2 * group, dim=1) for y in (given.value[:, ::2], given.value[:, 1::2])]
+        doubled = given._replace(
+            query=given.query.repeat(1, 2, 1, 1),
+            key=given.key.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1),
+            value=torch.cat(halves, dim=1),
+        )
+        read = torch.cat(softmax_attention(doubled, self.dropout_now).chunk(2, dim=1), dim=-1)  # [B, H, T, 2 D]
+        difference = read[:, ::2] - self.strength() * read[:, 1::2]
+        return self.norm(difference.to(self.norm.weight.dtype)).to(read.dtype) * (1 - self.initial)
+
+    @torch.no_grad()
+    def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
+        """Of pairs of heads. Content is that of the first; the weights, which may be negative, order the keys."""
+        both = super().attention_map(x, key_mask, rows)
+        weights = both.weights[:, ::2] - self.strength() * both.weights[:, 1::2]
+        unseen = both.logits[:, ::2] == -torch.inf
+        return WeightMap(weights, both.content[:, ::2], weights.masked_fill(unseen, -torch.inf))

@@ -1,0 +1,44 @@
+"""1.5-entmax in place of softmax (Peters et al. 2019, Correia et al. 2019): weights that reach exactly 0."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tra.attention._dense import DenseAttention
+
+
+class EntmaxAttention(DenseAttention):
+    """Rotated attention, normalised by 1.5-entmax. See `Attention`.
+
+    The papers define a normaliser, not positions; these are `rope`'s, so that one thing changes.
+    """
+
+    default_rotary: ClassVar[bool] = True
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        return entmax15(logits)
+
+
+def entmax15(logits: Tensor) -> Tensor:
+    """p_j = max(0, x_j / 2 - τ)², with τ such that they sum to 1, over the last dimension. -inf has weight 0.
+
+    Σ max(0, x / 2 - τ)² is convex and falls in τ, so Newton's method from the left of the root runs up to it without
+    overshooting: far away it halves the distance, near by it squares the error. One more step, with gradients, then
+    carries the exact derivative of τ, since what it divides by only matters where the constraint is not met.
+    """
+    x = logits / 2
+    x = x - x.detach().amax(-1, keepdim=True)
+    steps = 8 + max(1, logits.shape[-1]).bit_length() // 2  # at the start the root is within √n
+    with torch.no_grad():
+        threshold = torch.full_like(x[..., :1], -1.0)
+        for _ in range(steps if x.dtype != torch.float64 else steps + 2):
+            threshold = _newton(x, threshold)
+    return (x - _newton(x, threshold)).clamp(min=0).square()
+
+
+def _newton(x: Tensor, threshold: Tensor) -> Tensor:
+    above = (x - threshold).clamp(min=0)
+    return threshold + (above.square().sum(-1, keepdim=True) - 1) / (2 * above.sum(-1, keepdim=True))

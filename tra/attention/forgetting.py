@@ -1,0 +1,51 @@
+"""The Forgetting Transformer (Lin et al. 2025): every token forgets part of all that came before it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tra.attention._base import Attention, Given, seen
+from tra.attention._columns import biased_softmax_attention
+from tra.attention._gate import ForgetGate
+
+
+class ForgettingAttention(Attention):
+    """Softmax attention over `q_i · k_j / √D + Σ log f_k`, the sum over tokens k after j up to i.
+
+    Args:
+        gate_bias: Initial bias of the forget gate f = σ(w · x + b).
+        options: See `Attention`. This is the form without output gate and norms ("LLaMA" in its paper), as in the
+            comparison of the TRA paper.
+    """
+
+    config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
+
+    def __init__(
+        self, d_model: int, n_heads: int, n_kv_heads: int | None = None, *, gate_bias: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(d_model, n_heads, n_kv_heads, **options)
+        self.gate = ForgetGate(d_model, n_heads, gate_bias)
+
+    def attend(self, given: Given) -> Tensor:
+        # The running sum at the query is the same for all its keys, and softmax doesn't see it.
+        return biased_softmax_attention(given, None, -self.remembered(given), self.dropout_now)
+
+    def logits(self, given: Given, rows: Tensor) -> Tensor:
+        total = self.remembered(given)
+        forgotten = total[:, :, given.past + rows, None] - total[:, :, None]
+        return (super().logits(given, rows) + forgotten).masked_fill(~seen(given, rows), -torch.inf)
+
+    def remembered(self, given: Given) -> Tensor:
+        """Running sums of log f up to each key, `[B, H, Tk]`. Padding forgets nothing."""
+        log_forget = self.gate(given.x)
+        if given.key_mask is not None:
+            log_forget = log_forget * given.key_mask[:, None, given.past :]
+        total = log_forget.cumsum(-1)
+        if given.cache is None:
+            return total
+        total = total + given.cache.state.get("forgotten", 0.0)
+        given.cache.state["forgotten"] = total[..., -1:]
+        return given.cache.extend("forgotten", total)

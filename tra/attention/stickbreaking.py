@@ -1,0 +1,31 @@
+"""Stick-breaking attention (Tan et al. 2024): from near to far, each key takes its share of what is left."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tra.attention._base import Given, scores, seen
+from tra.attention._dense import DenseAttention
+
+
+class StickBreakingAttention(DenseAttention):
+    """`A_ij = σ(S_ij) Π (1 - σ(S_ik))`, over keys k between j and i; the token itself takes the rest. See `Attention`.
+
+    As in the authors' models: a query doesn't score its own key, and the remainder goes to its own value.
+    """
+
+    def logits(self, given: Given, rows: Tensor) -> Tensor:
+        """The logarithms of the weights."""
+        content = scores(given, rows)
+        own = torch.arange(content.shape[-1], device=content.device) == (given.past + rows)[:, None]
+        earlier = seen(given, rows) & ~own
+        taken = F.logsigmoid(content)
+        left = (taken - content).masked_fill(~earlier, 0.0)  # log(1 - σ(S))
+        nearer = left.flip(-1).cumsum(-1).flip(-1) - left
+        logits = (taken + nearer).masked_fill(~earlier, -torch.inf)
+        return torch.where(own, left.sum(-1, keepdim=True), logits)
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        return logits.exp()
