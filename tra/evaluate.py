@@ -17,8 +17,7 @@ import torch
 from tra._step import autocast, score
 from tra.config import EvalConfig
 from tra.model import Decoder
-from tra.rows import read_rows
-from tra.run import RunFolder, write_rows
+from tra.run import RunFolder, put_row
 from tra.tasks import Batch, FlipFlop, Task, generator
 from tra.tasks.flipflop import from_tokens
 
@@ -60,6 +59,12 @@ def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, flo
     low = 0.0 if successes == 0 else (middle - spread) / scale
     high = 1.0 if successes == trials else (middle + spread) / scale
     return low, high
+
+
+def chosen_splits(task: Task, config: EvalConfig, splits: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+    """Shortest and longest input of the splits asked for; of the config's, or all, by default."""
+    splits = tuple(splits) or config.splits or tuple(s for s in task.splits if s != "train")
+    return {split: task.lengths(split) for split in splits}
 
 
 def draw_test_set(task: Task, split: str, examples: int, seed: int, rows: int, device: torch.device) -> Iterator[Batch]:
@@ -114,9 +119,7 @@ def evaluate_task(
         progress: Called with split, sequences done and sequences in all.
     """
     device = torch.device("cpu") if device is None else device
-    splits = tuple(splits) or config.splits or tuple(s for s in task.splits if s != "train")
-    lengths = {split: task.lengths(split) for split in splits}
-    for split, (shortest, longest) in lengths.items():
+    for split, (shortest, longest) in chosen_splits(task, config, splits).items():
         n = examples if examples is not None else config.examples_of.get(split, config.examples)
         if n < 1:
             raise ValueError(f"examples must be at least 1, got {n}")
@@ -148,11 +151,9 @@ def evaluate_rows(
 
 
 def evaluate_run(run: RunFolder, results: Iterator[SplitResult]) -> Iterator[SplitResult]:
-    """Write each result to eval.jsonl as it comes; it takes the place of an earlier one of the same kind."""
+    """Write each result to eval.jsonl as it comes."""
     for result in results:
-        key = (result.split, result.seed, result.precision)
-        rows = [row for row in read_rows(run.evaluation_file) if (row["split"], row["seed"], row["precision"]) != key]
-        write_rows(run.evaluation_file, [*rows, asdict(result)])
+        put_row(run.evaluation_file, asdict(result), ("split", "seed", "precision"))
         yield result
 
 

@@ -30,3 +30,9 @@ def exact_text(row: Mapping[str, Any]) -> str:
 def length_text(row: Mapping[str, Any]) -> str:
     """`512`, or `51-100` where lengths vary."""
     return str(row["longest"]) if row["shortest"] == row["longest"] else f"{row['shortest']}-{row['longest']}"
+
+
+def mean_over_heads(measure: list[list[float | None]] | None) -> float | None:
+    """Of a measure by layer and head, over those that saw anything."""
+    values = [] if measure is None else [value for heads in measure for value in heads if value is not None]
+    return sum(values) / len(values) if values else None

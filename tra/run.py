@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tra
 from tra.checkpoint import DamagedError, load_tensors, save_tensors, write_atomically
 from tra.config import RunConfig, differences
 from tra.model import Decoder
+from tra.rows import read_rows
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Run folders that come with the package, usable by name."""
@@ -32,6 +34,7 @@ class RunFolder:
         self.environment_file = path / "environment.json"
         self.metrics_file = path / "metrics.jsonl"
         self.evaluation_file = path / "eval.jsonl"
+        self.diagnosis_file = path / "diagnose.jsonl"
         self.weights_file = path / "model.safetensors"
         self.checkpoint_folder = path / "checkpoints"
 
@@ -102,6 +105,12 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
+    """Add a row to a file of JSON lines, in place of an earlier one that has the same values under `key`."""
+    others = [other for other in read_rows(file) if any(other[name] != row[name] for name in key)]
+    write_rows(file, [*others, row])
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """What a number depends on besides its config."""
     on_gpu = device.type == "cuda"
@@ -113,7 +122,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda if on_gpu else None,
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
         "platform": platform.platform(),
-        "arguments": sys.argv[1:],
+        "arguments": shlex.split(os.environ["TRA_ARGUMENTS"]) if "TRA_ARGUMENTS" in os.environ else sys.argv[1:],
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

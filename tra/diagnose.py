@@ -1,0 +1,179 @@
+"""The two failures of attention, measured: mass on keys that don't matter, and position that overrules content.
+
+Content is the scaled product of query and key before position enters, and what a mechanism orders keys by in the end
+are its logits (see `tra.attention.WeightMap`). Looked at are queries at which an answer is due, in full precision:
+
+- `negative_mass`: the share of the attention weights, by absolute value, on keys whose content score is negative.
+- `reversed`: of pairs of keys that content tells apart, the share that ends up in the other order.
+- `lifted`: the same, of pairs with a positive and a negative content score: a key that doesn't matter stands above
+  one that does.
+
+A mechanism that marks its input (sinusoidal) mixes position into content, so order has no meaning there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from tra.attention import MECHANISMS, Attention, ThresholdRelativeAttention, WeightMap
+from tra.attention._gate import ForgetGate
+from tra.config import EvalConfig
+from tra.evaluate import chosen_splits, draw_test_set
+from tra.model import Decoder
+from tra.run import RunFolder, put_row
+from tra.tasks import Task, generator
+
+SEQUENCES, QUERIES, PAIRS = 32, 32, 256
+"""Test sequences per split, queries looked at in each, and pairs of keys drawn per query and head."""
+
+PerHead = list[list[float | None]]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One line of diagnose.jsonl. Measures are lists by layer of lists by head, None where there was nothing to see."""
+
+    split: str
+    shortest: int
+    longest: int
+    sequences: int
+    queries: int
+    negative_mass: PerHead
+    reversed: PerHead | None
+    lifted: PerHead | None
+    kept: PerHead | None
+    """Fraction of visible keys kept, of mechanisms with a threshold."""
+    null: PerHead | None
+    """Fraction of queries that keep none."""
+    log_forget: PerHead | None
+    """Mean of the gate, of mechanisms that have one."""
+    reach: PerHead | None
+    """Tokens TRA looks back until the rest provably doesn't count."""
+    seed: int
+    device: str
+    seconds: float
+
+
+def diagnose_task(
+    model: Decoder,
+    task: Task,
+    config: EvalConfig,
+    *,
+    splits: Sequence[str] = (),
+    seed: int = 0,
+    device: torch.device | None = None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Iterator[Diagnosis]:
+    """Split by split, as they come. The sequences are the first of those that evaluation looks at."""
+    device = torch.device("cpu") if device is None else device
+    mechanism = MECHANISMS[model.config.mechanism]
+    if mechanism.replaces_mlp:
+        raise ValueError(f"{model.config.mechanism} has no attention to diagnose")
+    model.eval()
+    for split, (shortest, longest) in chosen_splits(task, config, splits).items():
+        begun, sums, queries = time.monotonic(), _Sums(), 0
+        for number, batch in enumerate(draw_test_set(task, split, SEQUENCES, seed, 1, device)):
+            drawing = generator(seed, f"diagnose/{split}", number, device)
+            rows = batch.loss_mask[0].nonzero()[:, 0]
+            rows = rows[torch.randperm(len(rows), generator=drawing, device=device)[:QUERIES]]
+            pairs = (torch.rand(2, len(rows), PAIRS, generator=drawing, device=device) * (rows[:, None] + 1)).long()
+            for index, (layer, x) in enumerate(model.attention_inputs(batch.tokens)):
+                sums.add(index, look(layer, x, rows, pairs))
+            queries += len(rows)
+            progress(split, number + 1, SEQUENCES)
+        found = sums.ratios()
+        order = not mechanism.marks_input
+        yield Diagnosis(
+            split=split,
+            shortest=shortest,
+            longest=longest,
+            sequences=SEQUENCES,
+            queries=queries,
+            negative_mass=found["negative_mass"],
+            reversed=found["reversed"] if order else None,
+            lifted=found["lifted"] if order else None,
+            kept=found.get("kept"),
+            null=found.get("null"),
+            log_forget=found.get("log_forget"),
+            reach=found.get("reach"),
+            seed=seed,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            seconds=round(time.monotonic() - begun, 2),
+        )
+
+
+def diagnose_run(run: RunFolder, results: Iterator[Diagnosis]) -> Iterator[Diagnosis]:
+    """Write each result to diagnose.jsonl as it comes."""
+    for result in results:
+        put_row(run.diagnosis_file, asdict(result), ("split", "seed"))
+        yield result
+
+
+def look(layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Measure one layer on one sequence: by name what was counted, and out of how much, `[H]` each.
+
+    Args:
+        x: The layer's input, `[1, T, d_model]`.
+        rows: `[R]`, the queries to look at.
+        pairs: `[2, R, P]`, keys that each of them sees.
+    """
+    found = layer.attention_map(x, rows=rows)
+    total = found.weights.abs().sum(-1)
+    negative = (found.weights.abs() * (found.content < 0)).sum(-1)
+    everything = torch.ones_like(total)
+    measures = {
+        "negative_mass": (torch.where(total > 0, negative / total, 0.0), total > 0),
+        "reversed": _order(found, pairs, torch.ne),
+        "lifted": _order(found, pairs, lambda first, second: first * second < 0),
+    }
+    if hasattr(layer, "threshold"):
+        kept = found.logits > -torch.inf
+        measures["kept"] = kept.sum(-1), everything * (rows + 1)
+        measures["null"] = ~kept.any(-1), everything
+    if isinstance(gate := getattr(layer, "gate", None), ForgetGate):
+        measures["log_forget"] = gate(x)[:, :, rows], everything
+    if isinstance(layer, ThresholdRelativeAttention):
+        measures["reach"] = layer.reach(x, found.logits, rows), everything
+    return {name: (_over_rows(part), _over_rows(whole)) for name, (part, whole) in measures.items()}
+
+
+def _order(found: WeightMap, pairs: Tensor, told_apart: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Pairs in the other order than content's, and pairs that count, `[1, H, R, P]` bool."""
+    index = pairs[:, None, None].expand(-1, *found.content.shape[:2], -1, -1)
+    (first, second), (high, low) = (
+        [scores.gather(-1, side) for side in index] for scores in (found.content, found.logits)
+    )
+    counted = told_apart(first, second) & (first != second)
+    return counted & ((first > second) & (high < low) | (first < second) & (high > low)), counted
+
+
+def _over_rows(x: Tensor) -> Tensor:
+    """`[1, H, …]` -> `[H]`."""
+    return x.double().flatten(2).sum((0, 2))
+
+
+class _Sums:
+    """Sums by measure and layer, `[H]` each."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[int, list[Tensor]]] = {}
+
+    def add(self, layer: int, measures: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, found in measures.items():
+            held = self.sums.setdefault(name, {}).setdefault(layer, [torch.zeros_like(x) for x in found])
+            for total, new in zip(held, found, strict=True):
+                total += new
+
+    def ratios(self) -> dict[str, PerHead]:
+        return {
+            name: [
+                [round(a / b, 6) if b else None for a, b in zip(part.tolist(), whole.tolist(), strict=True)]
+                for part, whole in layers.values()
+            ]
+            for name, layers in self.sums.items()
+        }
