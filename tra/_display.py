@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tra.diagnose import Diagnosis
 from tra.evaluate import SplitResult
-from tra.rows import exact_text, length_text
+from tra.rows import exact_text, length_text, mean_over_heads
+from tra.suite.local import Report
 from tra.train import Progress as TrainingProgress
 
 
@@ -77,9 +79,9 @@ class TrainingDisplay(_Display):
 class EvaluationDisplay(_Display):
     """One bar for all splits."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, doing: str = "evaluating", quiet: bool = False) -> None:
         super().__init__(
-            TextColumn("evaluating {task.description}"),
+            TextColumn(doing + " {task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -91,6 +93,20 @@ class EvaluationDisplay(_Display):
         if split not in self.tasks:
             self.tasks[split] = self.bar.add_task(split, total=total)
         self.bar.update(self.tasks[split], completed=done)
+
+
+class SuiteDisplay(_Display):
+    """A bar over the cells of a suite; one line per cell when not on a terminal."""
+
+    def __init__(self, cells: int) -> None:
+        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.id = self.bar.add_task("cells", total=cells)
+
+    def __call__(self, report: Report) -> None:
+        self.bar.update(self.id, advance=1)
+        if not self.live or report.status == "failed":
+            line = f"{report.name}: {report.status} in {report.seconds:.0f}s {report.last_line}"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def metrics_line(metrics: dict[str, Any]) -> str:
@@ -111,4 +127,30 @@ def results_table(results: dict[str, list[SplitResult]]) -> Table:
     for same_split in zip(*results.values(), strict=True):
         first, *_ = rows = [asdict(result) for result in same_split]
         table.add_row(first["split"], length_text(first), f"{first['examples']:,}", *map(exact_text, rows))
+    return table
+
+
+def diagnosis_table(rows: list[Diagnosis]) -> Table:
+    """Means over layers and heads, a row per split; a measure that the mechanism doesn't have is left out."""
+    columns = {
+        "negative_mass": "negative",
+        "reversed": "reversed",
+        "lifted": "lifted",
+        "kept": "kept",
+        "null": "null",
+        "log_forget": "gate",
+        "reach": "reach",
+    }
+    shown = {name: title for name, title in columns.items() if mean_over_heads(getattr(rows[0], name)) is not None}
+    table = Table(
+        "split",
+        "lengths",
+        *shown.values(),
+        title="attention, mean over layers and heads",
+        caption="negative: mass on keys of negative content score; reversed: pairs of keys that position reverses; "
+        "lifted: those of a negative above a positive key",
+    )
+    for row in rows:
+        values = [mean_over_heads(getattr(row, name)) for name in shown]
+        table.add_row(row.split, length_text(asdict(row)), *("-" if v is None else f"{v:.3g}" for v in values))
     return table

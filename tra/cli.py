@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 import tra
+from tra import diagnose as diagnosis
 from tra import evaluate as evaluation
 from tra import presets
 from tra import train as training
-from tra._display import EvaluationDisplay, TrainingDisplay, results_table
+from tra._display import EvaluationDisplay, SuiteDisplay, TrainingDisplay, diagnosis_table, results_table
 from tra.config import RunConfig
 from tra.naming import unknown_name
 from tra.presets import PRESETS
@@ -91,6 +92,7 @@ def evaluate(
     examples: int | None = None,
     rows: Path | None = None,
     seed: int = 0,
+    diagnose: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str | None = None,
     as_json: Json = False,
@@ -103,6 +105,9 @@ def evaluate(
         examples: Test sequences per split.
         rows: A file of flip-flop text rows (w1i0r1…) to score instead.
         seed: Of the test sequences.
+        diagnose: Also measure attention itself, by length: mass on keys of negative content score, and how often
+            position reverses the order that content gives; for TRA keys kept, null rows, gate and reach. To
+            diagnose.jsonl, by layer and head.
         precision: bfloat16 on a GPU by default, else float32.
         device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON lines instead of a table.
@@ -128,7 +133,8 @@ def evaluate(
                 device=chosen,
                 progress=display,
             )
-        if SHIPPED not in folder.path.resolve().parents:  # what ships with the package stays as it is
+        keep = SHIPPED not in folder.path.resolve().parents  # what ships with the package stays as it is
+        if keep:
             results = evaluation.evaluate_run(folder, results)
         found = []
         for result in results:  # shown as they come: what is done is done, whatever happens to the rest
@@ -139,6 +145,17 @@ def evaluate(
                 print(f"{result.split}: {result.exact:.4f} of {result.examples:,} in {result.seconds:.0f}s", flush=True)
     if not as_json:
         Console().print(results_table({config.model.mechanism: found}))
+    if diagnose:
+        with EvaluationDisplay("diagnosing", quiet=as_json) as display:
+            diagnoses = diagnosis.diagnose_task(
+                model, task, config.evaluate, splits=splits, seed=seed, device=chosen, progress=display
+            )
+            seen = list(diagnosis.diagnose_run(folder, diagnoses) if keep else diagnoses)
+        if as_json:
+            for row in seen:
+                print(json.dumps(asdict(row)))
+        else:
+            Console().print(diagnosis_table(seen))
     return 0
 
 
@@ -159,21 +176,25 @@ def report(
     /,
     out: Path = Path("report"),
 ) -> int:
-    """Tables and figures of evaluated runs of one task.
+    """Tables and figures of evaluated runs of one task: one run per mechanism, or a comparison over several seeds.
 
     Args:
         runs: Run folders, each with an eval.jsonl.
-        out: Where README.md and the figures go.
+        out: Where README.md and the figures go. A notes.md that lies there becomes part of a comparison.
     """
+    from tra.report.comparison import write_comparison
+    from tra.report.runs import read_runs
     from tra.report.summary import write_summary
 
-    for path in write_summary(runs, out):
+    found = read_runs(runs)
+    several = len({run.mechanism for run in found}) < len(found)
+    for path in (write_comparison if several else write_summary)(found, out):
         print(path)
     return 0
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["op", "sampling"]] = "op",
+    what: tyro.conf.Positional[Literal["op", "sampling", "step"]] = "op",
     /,
     device: str | None = None,
     as_json: Json = False,
@@ -181,12 +202,14 @@ def bench(
     """Measure speed and memory on this machine.
 
     Args:
-        what: "op" compares the CPU implementations of the operator; "sampling" is what it adds to a training step.
-        device: Of "sampling": cpu or cuda; a GPU by default if there is one.
+        what: "op" compares the CPU implementations of the operator; "sampling" is what it adds to a training step;
+            "step" is a whole training step of every mechanism, as a ratio to RoPE's.
+        device: Of "sampling" and "step": cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
     """
     from tra.bench.op import bench_op
     from tra.bench.sampling import bench_sampling
+    from tra.bench.step import bench_step
 
     with Console(stderr=True).status("measuring") as status:
 
@@ -194,14 +217,21 @@ def bench(
             status.update(f"measuring {text}")
 
         chosen = training.pick_device(device)
-        result = bench_op(progress) if what == "op" else bench_sampling(chosen, progress)
+        if what == "op":
+            result = bench_op(progress)
+        elif what == "sampling":
+            result = bench_sampling(chosen, progress)
+        else:
+            result = bench_step(str(chosen), progress=progress)
     if as_json:
         print(json.dumps(result, indent=2))
         return 0
     rows = result["rows"]
-    table = Table(*(name.replace("_", " ") for name in rows[0]))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*(name.replace("_", " ") for name in names))
     for row in rows:
-        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        values = [row.get(name, "") for name in names]
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values))
     Console().print(table)
     if what == "op":
         short, long = rows[1]["length"], rows[2]["length"]
@@ -210,12 +240,45 @@ def bench(
     return 0
 
 
+def suite(
+    action: tyro.conf.Positional[Literal["run"]],
+    name: tyro.conf.Positional[str],
+    /,
+    out: Path | None = None,
+    jobs: int = 1,
+    device: str | None = None,
+) -> int:
+    """Train, evaluate and diagnose a grid of runs. What is done is skipped; what was cut off goes on.
+
+    Args:
+        action: "run" it.
+        name: rivals (every mechanism on the demo's task, three seeds) or rivals-rates (their learning rates).
+        out: Where the runs go, a folder each; runs/<name> by default.
+        jobs: Runs side by side.
+        device: cpu or cuda; a GPU by default if there is one.
+    """
+    from tra.suite.local import run_suite
+    from tra.suite.suites import suite as cells_of
+
+    cells = cells_of(name)
+    training.pick_device(device)
+    out = Path("runs") / name if out is None else out
+    with SuiteDisplay(len(cells)) as display:
+        reports = run_suite(cells, out, jobs=jobs, device=device, progress=display)
+    failed = [report for report in reports if report.status == "failed"]
+    for report in failed:
+        print(f"{report.name} failed: {report.last_line} (log: {out / report.name / 'log.txt'})", file=sys.stderr)
+    print(f"{len(reports) - len(failed)} of {len(cells)} runs in {out} are done (next: tra report {out}/*)")
+    return 1 if failed else 0
+
+
 VERBS: dict[str, Callable[..., int]] = {
     "demo": demo,
     "train": train,
     "evaluate": evaluate,
     "report": report,
     "bench": bench,
+    "suite": suite,
 }
 
 

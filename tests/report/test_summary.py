@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tra.report.summary import read_run, summary_text, write_summary
+from tra.report.runs import read_run, read_runs
+from tra.report.summary import summary_text, write_summary
 
 RESULTS = Path(__file__).parents[2] / "results"
 FLIPFLOP = RESULTS / "flipflop"
@@ -25,7 +26,7 @@ def test_results_stay_small() -> None:
 
 
 def test_a_table_says_what_the_rows_say(tmp_path: Path) -> None:
-    paths = write_summary([FLIPFLOP / "tra", FLIPFLOP / "rope"], tmp_path / "out")
+    paths = write_summary(read_runs([FLIPFLOP / "tra", FLIPFLOP / "rope"]), tmp_path / "out")
     assert [path.name for path in paths] == ["README.md", "exact-match.png", "training.png"]
     assert all(path.stat().st_size > 500 for path in paths)
     assert "| sparse | 512 | 160,000 | 1.00000 (0.99998-1.00000) | 0.70158 (0.69933-0.70382) |" in paths[0].read_text()
@@ -46,4 +47,4 @@ def test_runs_that_cannot_be_reported(tmp_path: Path) -> None:
         ([FLIPFLOP / "tra", other], "different tasks"),
     ):
         with pytest.raises(ValueError, match=message):
-            write_summary(folders, tmp_path / "out")
+            read_runs(folders)

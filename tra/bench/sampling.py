@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tra.bench._timing import wait_for
 from tra.presets import preset
 from tra.run import RunFolder, environment
 from tra.train import STEPS_PER_DRAW, Trainer
@@ -26,11 +27,11 @@ def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, 
         batch = trainer.next_batch()
 
         def round_of(action: Callable[[], object]) -> float:
-            _wait(device)
+            wait_for(device)
             begun = time.perf_counter()
             for _ in range(STEPS_PER_DRAW):
                 action()
-            _wait(device)
+            wait_for(device)
             return 1e3 * (time.perf_counter() - begun) / STEPS_PER_DRAW
 
         def ready_step() -> None:
@@ -59,8 +60,3 @@ def bench_sampling(device: torch.device, progress: Callable[[str], None] = lambd
         progress(name)
         rows.append(measure_sampling(name, device, rounds=8 if device.type == "cuda" else 1))
     return {"environment": environment(device), "rows": rows}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

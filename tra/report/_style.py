@@ -9,16 +9,44 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's palette, in an order that keeps TRA and the paper's rivals apart.
+# Okabe and Ito's palette for TRA and the paper's rivals; lighter and darker kin for the others.
 COLOURS = {
     "tra": "#0072B2",
     "rope": "#D55E00",
     "forgetting": "#009E73",
     "cope": "#CC79A7",
     "nope": "#7F7F7F",
+    "sinusoidal": "#B3A369",
+    "alibi": "#E69F00",
+    "stickbreaking": "#005F45",
+    "selective": "#8C510A",
+    "differential": "#882255",
+    "ssmax": "#F0A07A",
+    "entmax": "#44AA99",
+    "tra-threshold-only": "#56B4E9",
+    "tra-distance-only": "#004C77",
+    "tra-plain-distance": "#88CCEE",
+    "lstm": "#000000",
 }
 
-NAMES = {"tra": "TRA", "rope": "RoPE", "forgetting": "FoT", "cope": "CoPE", "nope": "NoPE"}
+NAMES = {
+    "tra": "TRA",
+    "rope": "RoPE",
+    "forgetting": "FoT",
+    "cope": "CoPE",
+    "nope": "NoPE",
+    "sinusoidal": "sinusoidal",
+    "alibi": "ALiBi",
+    "stickbreaking": "stick-breaking",
+    "selective": "selective",
+    "differential": "differential",
+    "ssmax": "SSMax",
+    "entmax": "1.5-entmax",
+    "tra-threshold-only": "TRA, threshold only",
+    "tra-distance-only": "TRA, distance only",
+    "tra-plain-distance": "TRA, plain distance",
+    "lstm": "LSTM",
+}
 """As people write them."""
 
 SETTINGS: Any = {

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tra.report.exact_match import draw_exact_match
+from tra.report.runs import EvaluatedRun
 from tra.report.training import draw_training
-from tra.rows import exact_text, length_text, read_rows
+from tra.rows import exact_text, length_text
 
 
-class EvaluatedRun(NamedTuple):
-    """The files of a run that a report reads."""
-
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    evaluation: list[dict[str, Any]]
-
-
-def read_run(folder: Path) -> EvaluatedRun:
-    files = {name: folder / name for name in ("config.json", "environment.json", "metrics.jsonl", "eval.jsonl")}
-    for file in files.values():
-        if not file.is_file():
-            hint = f"; run tra evaluate {folder} first" if file.name == "eval.jsonl" else ""
-            raise ValueError(f"{folder} can't be reported: it has no {file.name}{hint}")
-    return EvaluatedRun(
-        json.loads(files["config.json"].read_text()),
-        json.loads(files["environment.json"].read_text())["sessions"][-1],
-        read_rows(files["metrics.jsonl"]),
-        read_rows(files["eval.jsonl"]),
-    )
-
-
-def write_summary(folders: Sequence[Path], out: Path) -> list[Path]:
+def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     """README.md, exact-match.png and training.png of runs of one task, one run per mechanism."""
-    if not folders:
-        raise ValueError("name at least one run folder")
-    runs: dict[str, EvaluatedRun] = {}
-    for folder in folders:
-        run = read_run(folder)
-        mechanism = run.config["model"]["mechanism"]
-        if mechanism in runs:
-            raise ValueError(f"two runs of {mechanism}: name one per mechanism")
-        runs[mechanism] = run
-    if len({json.dumps(run.config["task"]) for run in runs.values()}) > 1:
-        raise ValueError("the runs learnt different tasks: report one task at a time")
-    if len({tuple(row["split"] for row in run.evaluation) for run in runs.values()}) > 1:
-        raise ValueError("the runs were evaluated on different splits: evaluate them alike first")
+    runs = {run.mechanism: run for run in runs_read}
     out.mkdir(parents=True, exist_ok=True)
     readme, exact, training = out / "README.md", out / "exact-match.png", out / "training.png"
     readme.write_text(summary_text(runs))

@@ -1,0 +1,150 @@
+"""Whole training steps of every mechanism against RoPE's: milliseconds and peak memory.
+
+A process per mechanism compiles and captures its step; when all are ready each is timed in turn, while the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tra.attention import MECHANISMS
+from tra.bench._timing import wait_for
+from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
+from tra.model import DecoderConfig
+from tra.run import RunFolder, environment
+from tra.train import Trainer
+
+VOCABULARY = 256
+"""Small, so that the output layer doesn't hide what the mechanisms cost."""
+
+
+class Shape(NamedTuple):
+    """What a step is measured on."""
+
+    size: str
+    batch: int
+    length: int
+
+
+SHAPES = (Shape("mini", 64, 512), Shape("medium", 64, 256))
+
+
+def run_config(mechanism: str, shape: Shape) -> RunConfig:
+    """A run of that shape on a task of that length; without dropout, in bfloat16."""
+    model = getattr(DecoderConfig, shape.size)(VOCABULARY, mechanism=mechanism)
+    return RunConfig(
+        TaskConfig("flipflop", {"length": shape.length}),
+        model,
+        OptimConfig(lr=1e-4),
+        TrainConfig(steps=1000, batch_size=shape.batch),
+        EvalConfig(),
+    )
+
+
+def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Callable[[], None]) -> dict[str, Any]:
+    """Median over rounds of ten steps. `ready` is called, and may block, between warming up and measuring."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(run_config(mechanism, shape), RunFolder(Path(folder)), device)
+        batch = trainer.next_batch()
+        begun = time.perf_counter()
+        trainer.optimise(batch)
+        first = time.perf_counter() - begun
+        on_gpu = device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
+        ready()
+        rounds = []
+        for _ in range(12 if on_gpu else 1):
+            wait_for(device)
+            begun = time.perf_counter()
+            for _ in range(10 if on_gpu else 1):
+                trainer.optimise(batch)
+            wait_for(device)
+            rounds.append(1e3 * (time.perf_counter() - begun) / (10 if on_gpu else 1))
+    return {
+        "mechanism": mechanism,
+        "size": shape.size,
+        "batch": shape.batch,
+        "length": shape.length,
+        "step_ms": round(statistics.median(rounds), 3),
+        "fastest_ms": round(min(rounds), 3),
+        "slowest_ms": round(max(rounds), 3),
+        "peak_mib": None if peak is None else round(peak),
+        "loss_is_finite": bool(torch.isfinite(trainer.window[0])),
+        "first_step_s": round(first, 2),
+    }
+
+
+def bench_step(
+    device: str,
+    mechanisms: Sequence[str] = tuple(MECHANISMS),
+    shapes: Sequence[Shape] = SHAPES,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """All mechanisms at all shapes, with ratios to RoPE's. One that fails has its error in place of numbers."""
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        progress(f"{shape.size}: warming up")
+        apart = [_Apart(mechanism, shape, device) for mechanism in mechanisms]
+        alive = [process for process in apart if process.wait_until_ready()]
+        for process in alive:
+            progress(f"{shape.size}: {process.mechanism}")
+            process.measure()
+        rows += [process.result for process in apart]
+    for row in rows:
+        rope = next((r for r in rows if r["mechanism"] == "rope" and r["size"] == row["size"]), {})
+        for name in ("step_ms", "peak_mib"):
+            if row.get(name) and rope.get(name):
+                row[name.split("_")[0] + "_ratio"] = round(row[name] / rope[name], 3)
+    return {"environment": environment(torch.device(device)), "rows": rows}
+
+
+class _Apart:
+    """A measurement in a process of its own, in two halves: it says `ready`, and goes on when told to."""
+
+    def __init__(self, mechanism: str, shape: Shape, device: str) -> None:
+        self.mechanism = mechanism
+        self.result: dict[str, Any] = {"mechanism": mechanism, **shape._asdict()}
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 read after the process has ended
+        command = [sys.executable, "-m", "tra.bench.step", mechanism, json.dumps(shape), device]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+        )
+
+    def wait_until_ready(self) -> bool:
+        assert self.process.stdout is not None
+        if any(line.strip() == "ready" for line in iter(self.process.stdout.readline, "")):
+            return True
+        self._failed()
+        return False
+
+    def measure(self) -> None:
+        said, _ = self.process.communicate("go\n")
+        if self.process.returncode == 0:
+            self.result = json.loads(said.splitlines()[-1])
+        else:
+            self._failed()
+
+    def _failed(self) -> None:
+        self.process.wait()
+        self.errors.seek(0)
+        self.result["error"] = (self.errors.read().strip().splitlines() or ["ended without a word"])[-1]
+
+
+def _block_until_told() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    found = measure_step(sys.argv[1], Shape(*json.loads(sys.argv[2])), torch.device(sys.argv[3]), _block_until_told)
+    print(json.dumps(found))

@@ -1,0 +1,52 @@
+"""One cell to its end, in a process of its own: `python -m tra.suite.cell FOLDER DEVICE`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tra.attention import MECHANISMS
+from tra.diagnose import diagnose_run, diagnose_task
+from tra.evaluate import chosen_splits, evaluate_run, evaluate_task
+from tra.rows import read_rows
+from tra.run import RunFolder
+from tra.train import Progress, pick_device, train
+
+
+def is_done(folder: Path) -> bool:
+    """Trained, evaluated on every split of its config, and diagnosed where there is attention to look at."""
+    run = RunFolder(folder)
+    if not run.config_file.is_file() or not run.weights_file.is_file():
+        return False
+    config = run.config()
+    files = [run.evaluation_file]
+    if not MECHANISMS[config.model.mechanism].replaces_mlp:
+        files.append(run.diagnosis_file)
+    wanted = set(chosen_splits(config.task.build(), config.evaluate))
+    return all(wanted <= {row["split"] for row in read_rows(file)} for file in files)
+
+
+def run_cell(folder: Path, device_name: str | None) -> int:
+    """Train (or go on), evaluate, diagnose. Says what it does line by line."""
+    device, run = pick_device(device_name), RunFolder(folder)
+
+    def say(progress: Progress) -> None:
+        if progress.metrics is not None:
+            print(f"step {progress.step} loss {progress.metrics['loss']:.4f}", flush=True)
+
+    result = train(None, folder, resume=True, device=device, progress=say)
+    if not result.done:
+        print(f"stopped at step {result.step}: {result.reason}", flush=True)
+        return 143
+    config, model = run.config(), run.load_model(device)
+    task = config.task.build()
+    for found in evaluate_run(run, evaluate_task(model, task, config.evaluate, device=device)):
+        print(f"{found.split}: {found.exact:.4f}", flush=True)
+    if not MECHANISMS[config.model.mechanism].replaces_mlp:
+        for diagnosis in diagnose_run(run, diagnose_task(model, task, config.evaluate, device=device)):
+            print(f"{diagnosis.split}: diagnosed", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cell(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None))

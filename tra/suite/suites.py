@@ -1,0 +1,55 @@
+"""Suites by name: one function each, which returns its cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tra.attention import MECHANISMS
+from tra.config import RunConfig
+from tra.naming import unknown_name
+from tra.presets import preset
+
+RATES: dict[str, float] = {}
+"""Learning rates of `rivals` that aren't 1e-3: those with the best training accuracy in `rivals-rates`."""
+
+
+class Cell(NamedTuple):
+    """One run of a grid, whose folder has its name."""
+
+    name: str
+    config: RunConfig
+
+
+def _demo(mechanism: str, rate: float, seed: int) -> RunConfig:
+    """The demo's run. Not compiled: a model this small would wait longer for the compiler than it trains."""
+    return preset("demo").override(
+        [f"model.mechanism={mechanism}", f"optim.lr={rate}", f"train.seed={seed}", "train.compile=off"]
+    )
+
+
+def rivals() -> list[Cell]:
+    """Every mechanism on the demo's flip-flop, three seeds each, at the rate that `rivals-rates` found for it."""
+    return [
+        Cell(f"{mechanism}-{seed}", _demo(mechanism, RATES.get(mechanism, 1e-3), seed))
+        for mechanism in MECHANISMS
+        for seed in (0, 1, 2)
+    ]
+
+
+def rivals_rates() -> list[Cell]:
+    """Every mechanism at three learning rates, with a seed that `rivals` doesn't use."""
+    return [
+        Cell(f"{mechanism}-{rate}", _demo(mechanism, rate, 100))
+        for mechanism in MECHANISMS
+        for rate in (3e-4, 1e-3, 3e-3)
+    ]
+
+
+SUITES: dict[str, Callable[[], list[Cell]]] = {"rivals": rivals, "rivals-rates": rivals_rates}
+
+
+def suite(name: str) -> list[Cell]:
+    if name not in SUITES:
+        raise ValueError(unknown_name("suite", name, SUITES))
+    return SUITES[name]()
