@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from tra.attention._base import places
-from tra.attention._rotary import angles, rotate, rotate_by_place
+from tra.attention._rotary import rotate, rotate_by_place, rotations
 
 
 def test_rotation_is_multiplication_by_a_complex_number() -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    angle = angles(torch.arange(5)[None], 8, 500_000.0, torch.float64)
+    table = rotations(torch.arange(5)[None], 8, 500_000.0, torch.float64)
     rotated = torch.complex(x[..., :4], x[..., 4:])
     for place in range(5):
         for pair in range(4):
             turn = torch.polar(torch.tensor(1.0).double(), torch.tensor(place * 500_000.0 ** (-pair / 4)).double())
             rotated[:, :, place, pair] *= turn
-    torch.testing.assert_close(rotate(x, angle), torch.cat([rotated.real, rotated.imag], -1))
+    torch.testing.assert_close(rotate(x, table), torch.cat([rotated.real, rotated.imag], -1))
 
 
 def test_scores_depend_on_distance_alone() -> None:

@@ -9,16 +9,28 @@ from torch import Tensor
 def rotate_by_place(x: Tensor, place: Tensor, theta: float) -> Tensor:
     """Rotate the pairs (x_i, x_{i + width/2}) of `[B, H, T, width]`, whose tokens stand at `place` `[B or 1, T]`."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return rotate(x, angles(place, x.shape[-1], theta, dtype))
+    return rotate(x, rotations(place, x.shape[-1], theta, dtype))
 
 
-def angles(place: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """`[B, T]` -> `[B, 1, T, width / 2]`, in float32 at least: bf16 can't tell far positions apart."""
+@torch.library.custom_op("tra::rotations", mutates_args=())
+def rotations(place: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines, `[B, T]` -> `[2, B, 1, T, width / 2]`, in float32 at least: bf16 can't tell far places apart.
+
+    An operator, so that the compiler keeps the table instead of working it out again for every head and sequence,
+    which costs more than all of attention.
+    """
     frequency = theta ** (-torch.arange(0, width, 2, device=place.device, dtype=dtype) / width)
-    return place[:, None, :, None].to(dtype) * frequency
+    angle = place[:, None, :, None].to(dtype) * frequency
+    return torch.stack([angle.cos(), angle.sin()])
 
 
-def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    first, second = x.to(angle.dtype).chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
+@rotations.register_fake
+def _(place: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    batch, length = place.shape
+    return place.new_empty(2, batch, 1, length, width // 2, dtype=dtype)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    first, second = x.to(cos_sin.dtype).chunk(2, dim=-1)
+    cos, sin = cos_sin
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
