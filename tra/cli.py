@@ -23,6 +23,7 @@ from tra import evaluate as evaluation
 from tra import presets
 from tra import train as training
 from tra._display import EvaluationDisplay, SuiteDisplay, TrainingDisplay, diagnosis_table, results_table
+from tra.attention import MECHANISMS
 from tra.config import RunConfig
 from tra.naming import unknown_name
 from tra.presets import PRESETS
@@ -244,6 +245,7 @@ def suite(
     action: tyro.conf.Positional[Literal["run"]],
     name: tyro.conf.Positional[str],
     /,
+    only: tuple[str, ...] = (),
     out: Path | None = None,
     jobs: int = 1,
     device: str | None = None,
@@ -253,6 +255,7 @@ def suite(
     Args:
         action: "run" it.
         name: rivals (every mechanism on the demo's task, three seeds) or rivals-rates (their learning rates).
+        only: Mechanisms to run; all by default.
         out: Where the runs go, a folder each; runs/<name> by default.
         jobs: Runs side by side.
         device: cpu or cuda; a GPU by default if there is one.
@@ -260,7 +263,10 @@ def suite(
     from tra.suite.local import run_suite
     from tra.suite.suites import suite as cells_of
 
-    cells = cells_of(name)
+    for mechanism in only:
+        if mechanism not in MECHANISMS:
+            raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
+    cells = [cell for cell in cells_of(name) if not only or cell.config.model.mechanism in only]
     training.pick_device(device)
     out = Path("runs") / name if out is None else out
     with SuiteDisplay(len(cells)) as display:

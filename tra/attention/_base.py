@@ -184,7 +184,11 @@ class Attention(Mechanism):
             rows = torch.arange(x.shape[1], device=x.device) if rows is None else rows
             query, key, _ = self.heads(x)
             logits = self.logits(given, rows)
-            return WeightMap(self.weigh(logits), scores(given._replace(query=query, key=key), rows), logits)
+            return WeightMap(self.weigh(logits), self.content(given._replace(query=query, key=key), rows), logits)
+
+    def content(self, given: Given, rows: Tensor) -> Tensor:
+        """`[B, H, rows, Tk]`: scores of queries and keys that don't know their place."""
+        return scores(given, rows)
 
     def _check(self, x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.query.in_features:

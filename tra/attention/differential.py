@@ -40,21 +40,34 @@ class DifferentialAttention(Attention):
 
     def strength(self) -> Tensor:
         """λ, in float32 at least."""
-        first_query, first_key, second_query, second_key = self.lambdas
+        lambdas = self.lambdas if self.lambdas.dtype == torch.float64 else self.lambdas.float()
+        first_query, first_key, second_query, second_key = lambdas
         return (first_query * first_key).sum().exp() - (second_query * second_key).sum().exp() + self.initial
 
-    def attend(self, given: Given) -> Tensor:
+    def paired(self, given: Given) -> Given:
+        """Keys `[B, H, T, D]` and values `[B, H, T, 2 D]` for every query head; those that share, share pairs."""
         group = self.n_heads // self.n_kv_heads
-        # Both halves of a pair's value, to both of its maps, as heads of their own: fused kernels want equal widths.
-        halves = [y.repeat_interleave(2 * group, dim=1) for y in (given.value[:, ::2], given.value[:, 1::2])]
-        doubled = given._replace(
-            query=given.query.repeat(1, 2, 1, 1),
-            key=given.key.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1),
-            value=torch.cat(halves, dim=1),
-        )
-        read = torch.cat(softmax_attention(doubled, self.dropout_now).chunk(2, dim=1), dim=-1)  # [B, H, T, 2 D]
+        key = given.key.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
+        value = torch.cat([given.value[:, ::2], given.value[:, 1::2]], dim=-1).repeat_interleave(2 * group, dim=1)
+        return given._replace(key=key, value=value)
+
+    def attend(self, given: Given) -> Tensor:
+        given = self.paired(given)
+        if self.dropout_now == 0:
+            # Fused kernels want keys and values of one width, so each half of the values is read by heads of its own.
+            halves = given._replace(
+                query=given.query.repeat(1, 2, 1, 1),
+                key=given.key.repeat(1, 2, 1, 1),
+                value=torch.cat(given.value.chunk(2, dim=-1), dim=1),
+            )
+            read = torch.cat(softmax_attention(halves, 0.0).chunk(2, dim=1), dim=-1)  # [B, H, T, 2 D]
+        else:  # both halves drop the same weights
+            read = softmax_attention(given, self.dropout_now)
         difference = read[:, ::2] - self.strength() * read[:, 1::2]
         return self.norm(difference.to(self.norm.weight.dtype)).to(read.dtype) * (1 - self.initial)
+
+    def logits(self, given: Given, rows: Tensor) -> Tensor:
+        return super().logits(self.paired(given), rows)
 
     @torch.no_grad()
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
@@ -63,3 +76,6 @@ class DifferentialAttention(Attention):
         weights = both.weights[:, ::2] - self.strength() * both.weights[:, 1::2]
         unseen = both.logits[:, ::2] == -torch.inf
         return WeightMap(weights, both.content[:, ::2], weights.masked_fill(unseen, -torch.inf))
+
+    def content(self, given: Given, rows: Tensor) -> Tensor:
+        return super().content(self.paired(given), rows)

@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention._base import Attention, Given, seen
-from tra.attention._columns import biased_softmax_attention
+from tra.attention._base import Given, seen
+from tra.attention._columns import biased_softmax_attention, columns_fit
+from tra.attention._dense import DenseAttention
+from tra.attention._flex import ScoreFunction, flex_fits, flex_softmax_attention
 from tra.attention._gate import ForgetGate
 
 
-class ForgettingAttention(Attention):
+class ForgettingAttention(DenseAttention):
     """Softmax attention over `q_i · k_j / √D + Σ log f_k`, the sum over tokens k after j up to i.
 
     Args:
@@ -30,8 +32,21 @@ class ForgettingAttention(Attention):
         self.gate = ForgetGate(d_model, n_heads, gate_bias)
 
     def attend(self, given: Given) -> Tensor:
-        # The running sum at the query is the same for all its keys, and softmax doesn't see it.
-        return biased_softmax_attention(given, None, -self.remembered(given), self.dropout_now)
+        if columns_fit(given):
+            # The running sum at the query is the same for all its keys, and softmax doesn't see it.
+            return biased_softmax_attention(given, None, -self.remembered(given))
+        if flex_fits(given, self.dropout_now):
+            return flex_softmax_attention(given, self.logit_function(given))
+        return super().attend(given)
+
+    def logit_function(self, given: Given) -> ScoreFunction:
+        """`logits`, in the words of FlexAttention."""
+        total = self.remembered(given)
+
+        def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + total[batch, head, query] - total[batch, head, key]
+
+        return logit
 
     def logits(self, given: Given, rows: Tensor) -> Tensor:
         total = self.remembered(given)

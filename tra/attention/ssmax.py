@@ -29,6 +29,7 @@ class ScalableSoftmaxAttention(Attention):
         return super().logits(self._sharpened(given), rows)
 
     def _sharpened(self, given: Given) -> Given:
+        dtype = torch.float64 if given.query.dtype == torch.float64 else torch.float32
         in_sight = 1 + key_places(given)[:, None, given.past :, None]
-        factor = self.strength[:, None, None] * in_sight.to(self.strength.dtype).log()  # [B, H, Tq, 1]
+        factor = self.strength[:, None, None].to(dtype) * in_sight.to(dtype).log()  # [B, H, Tq, 1]
         return given._replace(query=(given.query * factor).to(given.query.dtype))

@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention._base import Attention, Given, key_places, seen
-from tra.attention._columns import biased_softmax_attention
+from tra.attention._base import Given, key_places, seen
+from tra.attention._columns import biased_softmax_attention, columns_fit
+from tra.attention._dense import DenseAttention
+from tra.attention._flex import ScoreFunction, flex_fits, flex_softmax_attention
 from tra.attention._gate import ForgetGate
 
 
-class DistanceOnlyAttention(Attention):
+class DistanceOnlyAttention(DenseAttention):
     """Softmax over `q_i · k_j / √D + δ_i (i - j + 1)`.
 
     Args:
@@ -30,10 +32,21 @@ class DistanceOnlyAttention(Attention):
         self.gate = ForgetGate(d_model, n_heads, gate_bias)
 
     def attend(self, given: Given) -> Tensor:
+        if columns_fit(given):
+            of_query = self.gate(given.x)
+            return biased_softmax_attention(given, of_query, -key_places(given)[:, None].to(of_query.dtype))
+        if flex_fits(given, self.dropout_now):
+            return flex_softmax_attention(given, self.logit_function(given))
+        return super().attend(given)
+
+    def logit_function(self, given: Given) -> ScoreFunction:
+        """`logits`, in the words of FlexAttention."""
         log_forget = self.gate(given.x)
-        return biased_softmax_attention(
-            given, log_forget, -key_places(given)[:, None].to(log_forget.dtype), self.dropout_now
-        )
+
+        def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + log_forget[batch, head, query] * (query - key + 1)
+
+        return logit
 
     def logits(self, given: Given, rows: Tensor) -> Tensor:
         bias = self.gate(given.x)[:, :, rows, None] * distances(given, rows)

@@ -6,15 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tra.attention._base import Given, scores, seen, softmax_or_nothing
 from tra.attention._dense import DenseAttention
+from tra.attention._flex import ScoreFunction, flex_fits, flex_softmax_attention
 from tra.attention._gate import ForgetGate
 from tra.attention.tra_distance_only import distances
-
-FLEX_MULTIPLE = 128
-"""FlexAttention with a score function has given NaN gradients at other lengths (pytorch issue 153799)."""
 
 
 class PlainDistanceAttention(DenseAttention):
@@ -44,11 +41,19 @@ class PlainDistanceAttention(DenseAttention):
         self.gate = ForgetGate(d_model, n_heads, gate_bias)
 
     def attend(self, given: Given) -> Tensor:
-        plain = given.key_mask is None and given.document_ids is None and given.cache is None
-        fits = given.query.is_cuda and given.query.shape[2] % FLEX_MULTIPLE == 0 and self.dropout_now == 0
-        if plain and fits and torch.compiler.is_compiling():
-            return flex_plain_distance(given, self.gate(given.x), self.threshold)
+        if flex_fits(given, self.dropout_now):
+            return flex_softmax_attention(given, self.logit_function(given))
         return super().attend(given)
+
+    def logit_function(self, given: Given) -> ScoreFunction:
+        """`logits`, in the words of FlexAttention."""
+        log_forget, threshold = self.gate(given.x), self.threshold
+
+        def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            bias = log_forget[batch, head, query] * (query - key + 1)
+            return torch.where(score > threshold, score + bias, -torch.inf)
+
+        return logit
 
     def logits(self, given: Given, rows: Tensor) -> Tensor:
         content = scores(given, rows)
@@ -58,20 +63,3 @@ class PlainDistanceAttention(DenseAttention):
 
     def weigh(self, logits: Tensor) -> Tensor:
         return softmax_or_nothing(logits)
-
-
-def flex_plain_distance(given: Given, log_forget: Tensor, threshold: float) -> Tensor:
-    """The same on FlexAttention, which is fused where it is compiled."""
-    length = given.query.shape[2]
-
-    def score(content: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        bias = log_forget[batch, head, query] * (query - key + 1)
-        return torch.where(content > threshold, content + bias, -torch.inf)
-
-    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
-    mask = create_block_mask(causal, None, None, length, length, device=given.query.device.type)
-    out = flex_attention(given.query, given.key, given.value, score, mask, enable_gqa=True)
-    assert isinstance(out, Tensor)
-    return out

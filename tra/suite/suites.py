@@ -10,7 +10,24 @@ from tra.config import RunConfig
 from tra.naming import unknown_name
 from tra.presets import preset
 
-RATES: dict[str, float] = {}
+RATES = {
+    "tra": 3e-4,
+    "rope": 3e-3,
+    "cope": 1e-3,
+    "forgetting": 3e-3,
+    "nope": 1e-3,
+    "sinusoidal": 3e-3,
+    "alibi": 1e-3,
+    "stickbreaking": 3e-3,
+    "selective": 3e-3,
+    "differential": 3e-3,
+    "ssmax": 3e-3,
+    "entmax": 3e-3,
+    "tra-threshold-only": 3e-3,
+    "tra-distance-only": 3e-3,
+    "tra-plain-distance": 1e-3,
+    "lstm": 3e-3,
+}
 """Learning rates of `rivals`: those with the lowest final training loss in `rivals-rates`, mean over its seeds."""
 
 
@@ -31,7 +48,7 @@ def _demo(mechanism: str, rate: float, seed: int) -> RunConfig:
 def rivals() -> list[Cell]:
     """Every mechanism on the demo's flip-flop, three seeds each, at the rate that `rivals-rates` found for it."""
     return [
-        Cell(f"{mechanism}-{seed}", _demo(mechanism, RATES.get(mechanism, 1e-3), seed))
+        Cell(f"{mechanism}-{seed}", _demo(mechanism, RATES[mechanism], seed))
         for mechanism in MECHANISMS
         for seed in (0, 1, 2)
     ]
