@@ -31,7 +31,7 @@ def test_by_the_rule(length: int, dtype: torch.dtype, impl: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "length"), [("reference", n) for n in (54, 103, 104, 200, 257, 512)] + [("blockwise", 200)]
+    ("impl", "length"), [("reference", n) for n in (54, 103, 104, 200, 256, 257, 512)] + [("blockwise", 200)]
 )
 def test_compiled(impl: str, length: int) -> None:
     """At lengths that are no power of two as well: a compiler has got those wrong."""

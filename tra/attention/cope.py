@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tra.attention._base import Given, scores, seen
 from tra.attention._dense import DenseAttention
+from tra.attention._sums import sum_from_the_right
 
 
 class ContextualPositionAttention(DenseAttention):
@@ -33,7 +34,7 @@ class ContextualPositionAttention(DenseAttention):
     def logits(self, given: Given, rows: Tensor) -> Tensor:
         content, visible = scores(given, rows), seen(given, rows)
         gates = content.sigmoid() * visible
-        place = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.embedding.shape[1] - 1)
+        place = sum_from_the_right(gates).clamp(max=self.embedding.shape[1] - 1)
         with torch.autocast(content.device.type, enabled=False):
             at_whole = given.query[:, :, rows].to(content.dtype) @ self.embedding.to(content.dtype)  # [B, H, R, npos]
         below = place.detach().floor()

@@ -42,9 +42,10 @@ class ForgettingAttention(DenseAttention):
     def logit_function(self, given: Given) -> ScoreFunction:
         """`logits`, in the words of FlexAttention."""
         total = self.remembered(given)
+        again = total.clone()  # what learns may be indexed once only
 
         def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + total[batch, head, query] - total[batch, head, key]
+            return score + total[batch, head, query] - again[batch, head, key]
 
         return logit
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tra.attention._base import Given, scores, seen
 from tra.attention._dense import DenseAttention
+from tra.attention._sums import sum_from_the_right
 
 
 class StickBreakingAttention(DenseAttention):
@@ -23,7 +24,7 @@ class StickBreakingAttention(DenseAttention):
         earlier = seen(given, rows) & ~own
         taken = F.logsigmoid(content)
         left = (taken - content).masked_fill(~earlier, 0.0)  # log(1 - σ(S))
-        nearer = left.flip(-1).cumsum(-1).flip(-1) - left
+        nearer = sum_from_the_right(left) - left
         logits = (taken + nearer).masked_fill(~earlier, -torch.inf)
         return torch.where(own, left.sum(-1, keepdim=True), logits)
 

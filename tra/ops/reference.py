@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tra.ops._count import count_from_the_right
 from tra.ops._dropout import keep_weights
 from tra.ops._inputs import Visible, compute_dtype, zero_masked
 
@@ -41,10 +42,7 @@ def reference_map(
         seen = seen & visible.key_mask[:, None, :]
     kept = seen[:, None] & ~(scores <= threshold)  # not "scores > threshold": a NaN score must show
 
-    # Kept keys in j..i. Written as total - cumsum, without flips, Inductor (torch 2.11) makes it a kernel that
-    # reads back what other threads have just stored, and gets weights wrong at some lengths.
-    ones = kept.to(dtype)
-    distances = ones.flip(-1).cumsum(-1).flip(-1) * ones
+    distances = count_from_the_right(kept, dtype) * kept  # kept keys in j..i
     logits = torch.where(kept, scores + log_forget[..., None] * distances, -torch.inf)
     highest = logits.detach().amax(-1, keepdim=True)
     exponentials = torch.exp(logits - torch.where(highest == -torch.inf, 0.0, highest))
