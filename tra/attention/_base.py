@@ -255,14 +255,6 @@ def scores(given: Given, rows: Tensor) -> Tensor:
         return query @ key.mT * given.query.shape[-1] ** -0.5  # [B, H, R, D] @ [B, H, D, Tk]
 
 
-def softmax_or_nothing(logits: Tensor) -> Tensor:
-    """Softmax in which a row of -inf throughout is 0."""
-    highest = logits.detach().amax(-1, keepdim=True)
-    exponentials = torch.exp(logits - torch.where(highest == -torch.inf, 0.0, highest))
-    total = exponentials.sum(-1, keepdim=True)
-    return exponentials / torch.where(total == 0, 1.0, total)
-
-
 def softmax_attention(given: Given, dropout: float, *, scale: float | None = None) -> Tensor:
     """Causal `scaled_dot_product_attention`, with padding and documents."""
     query, key, value = given.query, given.key, given.value

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tra.attention._base import Attention, Given
+from tra.ops._softmax import softmax_or_nothing
 
 MOST_ENTRIES = {"cpu": 2**24, "cuda": 2**26}
 """Entries of the map `[B, H, rows, Tk]` that are computed at once."""
@@ -25,6 +26,9 @@ class DenseAttention(Attention):
             return weights.to(value.dtype) @ value  # [B, H, R, Tk] @ [B, H, Tk, D]
 
         return by_rows(read, given)
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        return softmax_or_nothing(logits)
 
 
 def rows_at_once(given: Given) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 def sum_from_the_right(x: Tensor) -> Tensor:
     """Of `[..., n]`: the sum of each entry and all after it.
 
-    An operator, because Inductor (torch 2.11) can't be trusted with it on a GPU, see `tra.ops._count`.
+    An operator, so that a compiler doesn't fuse it with what reads it in another order, see `tra.ops._softmax`.
     """
     return x.flip(-1).cumsum(-1).flip(-1)
 

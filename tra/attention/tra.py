@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention._base import Attention, Given, document_numbers, softmax_or_nothing
+from tra.attention._base import Attention, Given, document_numbers
 from tra.attention._gate import ForgetGate
 from tra.naming import unknown_name
 from tra.ops import (
@@ -19,6 +19,7 @@ from tra.ops import (
     threshold_relative_attention_varlen,
 )
 from tra.ops._inputs import Visible, check_options, default_tolerance
+from tra.ops._softmax import softmax_or_nothing
 from tra.ops.blockwise import log_rest
 from tra.ops.reference import reference_map
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention._base import Given, scores, seen, softmax_or_nothing
+from tra.attention._base import Given, scores, seen
 from tra.attention._dense import DenseAttention
 from tra.attention._flex import ScoreFunction, flex_fits, flex_softmax_attention
 from tra.attention._gate import ForgetGate
@@ -60,6 +60,3 @@ class PlainDistanceAttention(DenseAttention):
         kept = seen(given, rows) & (content > self.threshold)
         biased = content + self.gate(given.x)[:, :, rows, None] * distances(given, rows)
         return torch.where(kept, biased, -torch.inf)
-
-    def weigh(self, logits: Tensor) -> Tensor:
-        return softmax_or_nothing(logits)

@@ -12,9 +12,8 @@ EXACT_IN_HALF = 2048
 def count_from_the_right(kept: Tensor, dtype: torch.dtype) -> Tensor:
     """Of `[..., n]` bool: how many are True from each place up to the end of its row, in `dtype`.
 
-    On a GPU a product with a triangle of ones, which is exact, and which a compiler doesn't fuse: Inductor (torch 2.11)
-    fuses a running sum along a row with what reads it in another order, and then reads what other threads have not
-    stored yet; weights came out 30 % wrong at some lengths.
+    On a GPU a product with a triangle of ones, which is exact, and which a compiler doesn't fuse with what reads the
+    counts: see `tra.ops._softmax` for how that goes wrong.
     """
     if not kept.is_cuda:
         return kept.to(dtype).flip(-1).cumsum(-1).flip(-1)

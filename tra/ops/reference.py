@@ -14,6 +14,7 @@ from torch import Tensor
 from tra.ops._count import count_from_the_right
 from tra.ops._dropout import keep_weights
 from tra.ops._inputs import Visible, compute_dtype, zero_masked
+from tra.ops._softmax import softmax_or_nothing
 
 
 class AttentionMap(NamedTuple):
@@ -44,11 +45,7 @@ def reference_map(
 
     distances = count_from_the_right(kept, dtype) * kept  # kept keys in j..i
     logits = torch.where(kept, scores + log_forget[..., None] * distances, -torch.inf)
-    highest = logits.detach().amax(-1, keepdim=True)
-    exponentials = torch.exp(logits - torch.where(highest == -torch.inf, 0.0, highest))
-    total = exponentials.sum(-1, keepdim=True)
-    weights = exponentials / torch.where(total == 0, 1.0, total)  # a row that keeps nothing: all 0
-    return AttentionMap(weights, kept, distances, scores)
+    return AttentionMap(softmax_or_nothing(logits), kept, distances, scores)
 
 
 def reference(
