@@ -54,6 +54,7 @@ bench: setup ## Speed and memory of the operator on this machine
 report: setup ## Rebuild tables and figures under results/ from the committed runs
 	$(BIN)/tra report results/demo/tra results/demo/rope --out results/demo
 	$(BIN)/tra report results/flipflop/tra results/flipflop/rope --out results/flipflop
+	$(BIN)/tra report results/rivals/*/ --out results/rivals
 
 clean: ## Remove .venv and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo

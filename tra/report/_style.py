@@ -31,23 +31,23 @@ COLOURS = {
 
 NAMES = {
     "tra": "TRA",
-    "rope": "RoPE",
-    "forgetting": "FoT",
-    "cope": "CoPE",
-    "nope": "NoPE",
-    "sinusoidal": "sinusoidal",
-    "alibi": "ALiBi",
-    "stickbreaking": "stick-breaking",
-    "selective": "selective",
-    "differential": "differential",
-    "ssmax": "SSMax",
-    "entmax": "1.5-entmax",
     "tra-threshold-only": "TRA, threshold only",
     "tra-distance-only": "TRA, distance only",
     "tra-plain-distance": "TRA, plain distance",
+    "rope": "RoPE",
+    "cope": "CoPE",
+    "forgetting": "FoT",
+    "stickbreaking": "stick-breaking",
+    "selective": "selective",
+    "alibi": "ALiBi",
+    "ssmax": "SSMax",
+    "entmax": "1.5-entmax",
+    "differential": "differential",
+    "sinusoidal": "sinusoidal",
+    "nope": "NoPE",
     "lstm": "LSTM",
 }
-"""As people write them."""
+"""As people write them, in the order in which tables show them."""
 
 SETTINGS: Any = {
     "figure.dpi": 150,

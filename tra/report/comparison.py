@@ -27,8 +27,9 @@ def write_comparison(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
 
 def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     """Markdown: exact match, what the runs' attention does by length, notes, and how to make it again."""
+    order = [*NAMES, *(run.mechanism for run in runs)]
     groups: dict[str, list[EvaluatedRun]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: (order.index(run.mechanism), run.seed)):
         groups.setdefault(run.mechanism, []).append(run)
     first = runs[0]
     splits = [row["split"] for row in first.evaluation]
@@ -56,7 +57,9 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     for measure, title in FAILURES.items():
         lines += ["", f"{title[0].upper()}{title[1:]} (`{measure}`):", "", *_table("mechanism", lengths)]
         for mechanism, group in groups.items():
-            lines.append(_row(_name(mechanism), _measures(group, measure, splits, lambda x: f"{x:.3f}")))
+            cells = _measures(group, measure, splits, lambda x: f"{x:.3f}")
+            if any(cells):
+                lines.append(_row(_name(mechanism), cells))
     lines += [
         "",
         "Keys kept, null rows, gate (log σ) and reach (tokens back until the rest provably doesn't count):",
