@@ -38,6 +38,10 @@ def test_train_evaluate_and_go_on(tmp_path: Path) -> None:
     parsed = [json.loads(line) for line in rows.stdout.splitlines()]
     assert [row["split"] for row in parsed] == ["iid", "4x"]
     assert all(row["examples"] == 5 for row in parsed)
+    looked = tra("evaluate", "run", "--examples", "2", "--splits", "iid", "--diagnose", cwd=tmp_path)
+    assert looked.returncode == 0, looked.stderr
+    assert "attention, mean over layers and heads" in looked.stdout
+    assert json.loads((tmp_path / "run" / "diagnose.jsonl").read_text())["split"] == "iid"
     reported = tra("report", "run", "--out", "report", cwd=tmp_path)
     assert reported.returncode == 0, reported.stderr
     assert (tmp_path / "report" / "exact-match.png").is_file()
@@ -85,6 +89,9 @@ def test_help(verb: tuple[str, ...]) -> None:
         (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
         (("bench", "ops"), "invalid choice 'ops'"),
         (("evaluate",), "Missing from tra evaluate"),
+        (("suite", "run", "rivls"), "unknown suite 'rivls': did you mean 'rivals'"),
+        (("suite", "run", "rivals", "--only", "rop"), "unknown mechanism 'rop': did you mean 'rope'"),
+        (("suite", "run", "rivals", "--jobs", "0"), "jobs must be at least 1"),
     ],
 )
 def test_bad_input_gets_one_clear_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

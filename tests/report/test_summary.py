@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tra.attention import MECHANISMS
+from tra.report.comparison import comparison_text, write_comparison
 from tra.report.runs import read_run, read_runs
 from tra.report.summary import summary_text, write_summary
+from tra.suite import suite
 
 RESULTS = Path(__file__).parents[2] / "results"
 FLIPFLOP = RESULTS / "flipflop"
@@ -19,6 +22,28 @@ FLIPFLOP = RESULTS / "flipflop"
 def test_committed_results_are_current(folder: str) -> None:
     runs = {name: read_run(RESULTS / folder / name) for name in ("tra", "rope")}
     assert (RESULTS / folder / "README.md").read_text() == summary_text(runs)
+
+
+def test_the_committed_comparison_is_current() -> None:
+    folder = RESULTS / "rivals"
+    runs = read_runs([path for path in folder.iterdir() if path.is_dir()])
+    assert {run.seed for run in runs} == {0, 1, 2}
+    assert len(runs) == 3 * len(MECHANISMS)
+    assert all(
+        run.config == cell.config.to_dict() for cell in suite("rivals") for run in [read_run(folder / cell.name)]
+    )
+    assert (folder / "README.md").read_text() == comparison_text(runs, (folder / "notes.md").read_text())
+
+
+def test_a_comparison_has_means_and_ranges(tmp_path: Path) -> None:
+    rows = {
+        (path.name, row["split"]): row["exact"]
+        for path in (RESULTS / "rivals").glob("rope-*")
+        for row in map(json.loads, (path / "eval.jsonl").read_text().splitlines())
+    }
+    values = [rows[f"rope-{seed}", "4x"] for seed in (0, 1, 2)]
+    (readme,) = write_comparison(read_runs(sorted((RESULTS / "rivals").glob("rope-*"))), tmp_path)
+    assert f"{sum(values) / 3:.3f} ({min(values):.3f}-{max(values):.3f})" in readme.read_text()
 
 
 def test_results_stay_small() -> None:
