@@ -27,7 +27,7 @@ setup-dev: .venv/.dev ## Add what tests, lint and types need
 hooks: setup-dev ## Check style before every commit
 	$(BIN)/pre-commit install
 
-demo: setup ## Train TRA and RoPE on a small task, and see which one survives length (about 2 minutes)
+demo: setup ## Train TRA, RoPE and FoT on a small task, and see who survives length (about 3 minutes)
 	$(BIN)/tra demo
 
 test: setup-dev lint types ## Lint, types and the quick tests
@@ -52,7 +52,7 @@ bench: setup ## Speed and memory of the operator on this machine
 	$(BIN)/tra bench op
 
 report: setup ## Rebuild tables and figures under results/ from the committed runs
-	$(BIN)/tra report results/demo/tra results/demo/rope --out results/demo
+	$(BIN)/tra report results/demo/tra results/demo/rope results/demo/forgetting --out results/demo
 	$(BIN)/tra report results/flipflop/tra results/flipflop/rope --out results/flipflop
 	$(BIN)/tra report results/rivals/*/ --out results/rivals
 

@@ -89,6 +89,7 @@ def test_help(verb: tuple[str, ...]) -> None:
         (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
         (("bench", "ops"), "invalid choice 'ops'"),
         (("evaluate",), "Missing from tra evaluate"),
+        (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),
         (("suite", "run", "rivls"), "unknown suite 'rivls': did you mean 'rivals'"),
         (("suite", "run", "rivals", "--only", "rop"), "unknown mechanism 'rop': did you mean 'rope'"),
         (("suite", "run", "rivals", "--jobs", "0"), "jobs must be at least 1"),

@@ -44,7 +44,9 @@ def test_by_hand() -> None:
     found = look(Known(weights, content, logits), torch.zeros(1, 4, 8), torch.tensor([0]), pairs)  # type: ignore[arg-type]
     ratios = {name: float(part / whole) for name, (part, whole) in found.items()}
     # (0, 1) and (0, 2) stand the wrong way round; of the pairs with both signs, (0, 1), (0, 3), (1, 2), (2, 3), one.
-    assert ratios == pytest.approx({"negative_mass": 0.3, "reversed": 2 / 6, "lifted": 1 / 4})
+    # Of the three pairs without the dropped key, the same two.
+    expected = {"negative_mass": 0.3, "reversed": 2 / 6, "lifted": 1 / 4, "reversed_kept": 2 / 3}
+    assert ratios == pytest.approx(expected)
 
 
 def test_ties_and_null_rows_do_not_count() -> None:
@@ -82,9 +84,8 @@ def test_what_must_be_so(mechanism: str) -> None:
         gated = mechanism in ("forgetting", "tra", "tra-distance-only", "tra-plain-distance")
         assert (row.log_forget is not None) == gated
         assert (row.reach is not None) == (mechanism in ("tra", "tra-threshold-only"))
-        if mechanism == "sinusoidal":
-            assert row.reversed is None
-            assert row.lifted is None
+        if mechanism in ("sinusoidal", "differential"):
+            assert row.reversed is row.reversed_kept is row.lifted is None
         elif mechanism in ("nope", "tra-threshold-only"):
             assert mean_over_heads(row.reversed) == 0
         else:

@@ -151,6 +151,21 @@ def test_sampling_obeys_the_generator() -> None:
 
 
 @MECHANISM
+@torch.no_grad()
+def test_a_refused_token_leaves_the_cache_as_it_was(mechanism: str) -> None:
+    model, ids = decoder(mechanism), tokens(2, 9)
+    cache = model.new_cache()
+    model(ids[:, :8], cache=cache)
+    with pytest.raises(ValueError, match="batch of 2, got one of 1"):
+        model(ids[:1, 8:], cache=cache)
+    if mechanism != "lstm":
+        with pytest.raises(ValueError, match=r"the cache holds torch.float64, got torch.float32"):
+            model.float()(ids[:, 8:], cache=cache)
+    assert [layer.length for layer in cache.layers] == [8, 8]
+    torch.testing.assert_close(model.double()(ids[:, 8:], cache=cache), model(ids)[:, 8:], rtol=1e-5, atol=1e-5)
+
+
+@MECHANISM
 def test_dropout_acts_in_training_only(mechanism: str) -> None:
     model, ids = decoder(mechanism, dropout=0.2), tokens(2, 10)
     assert torch.equal(model(ids), model(ids))
@@ -233,6 +248,8 @@ def test_bad_calls() -> None:
         (lambda: model.generate(ids, 0), "at least 1"),
         (lambda: model.generate(ids, 1, temperature=-1.0), "temperature must be finite and at least 0"),
         (lambda: model(ids.to(torch.uint8)), "int64 or int32"),
+        (lambda: decoder("sinusoidal")(ids, torch.ones(2, 4, dtype=torch.bool)), "key_mask must be bool"),
+        (lambda: decoder("lstm")(ids, document_ids=ids), "one document per row"),
         (lambda: model(ids, cache=model.new_cache(), document_ids=ids), "don't go with a cache"),
         (lambda: tra.ThresholdRelativeAttention(32, 4, impl="tritn"), "did you mean 'triton'"),
         (lambda: tra.ThresholdRelativeAttention(32, 4, tolerance=-1.0), "tolerance must lie in"),

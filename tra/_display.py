@@ -135,6 +135,7 @@ def diagnosis_table(rows: list[Diagnosis]) -> Table:
     columns = {
         "negative_mass": "negative",
         "reversed": "reversed",
+        "reversed_kept": "rev. kept",
         "lifted": "lifted",
         "kept": "kept",
         "null": "null",
@@ -147,7 +148,8 @@ def diagnosis_table(rows: list[Diagnosis]) -> Table:
         "lengths",
         *shown.values(),
         title="attention, mean over layers and heads",
-        caption="negative: mass on keys of negative content score; reversed: pairs of keys that position reverses; "
+        caption="negative: mass on keys of negative content score; reversed: pairs of keys not in the "
+        "order of content, of all and of those kept; "
         "lifted: those of a negative above a positive key",
     )
     for row in rows:

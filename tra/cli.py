@@ -117,6 +117,10 @@ def evaluate(
     folder = RunFolder.open(run)
     config, model = folder.config(), folder.load_model(chosen)
     task = config.task.build()
+    if diagnose and rows is not None:
+        raise ValueError("--diagnose looks at sampled sequences: give either --rows or --diagnose")
+    if diagnose and MECHANISMS[config.model.mechanism].replaces_mlp:
+        raise ValueError(f"{config.model.mechanism} has no attention to diagnose")
     with EvaluationDisplay(quiet=as_json) as display:
         if rows is not None:
             results = iter(
@@ -161,7 +165,7 @@ def evaluate(
 
 
 def demo(out: Path = Path("demo"), seed: int = 0) -> int:
-    """Train TRA and RoPE side by side on a small task, and see which one survives length. Takes minutes on a laptop.
+    """Train TRA, RoPE and FoT on a small task, and see who survives length. Takes minutes on a laptop.
 
     Args:
         out: Where runs and figure go. An earlier demo's are replaced, nothing else is touched.
@@ -274,7 +278,8 @@ def suite(
     failed = [report for report in reports if report.status == "failed"]
     for report in failed:
         print(f"{report.name} failed: {report.last_line} (log: {out / report.name / 'log.txt'})", file=sys.stderr)
-    print(f"{len(reports) - len(failed)} of {len(cells)} runs in {out} are done (next: tra report {out}/*)")
+    hint = f" (next: tra report {out}/*/)" if name == "rivals" and not failed else ""
+    print(f"{len(reports) - len(failed)} of {len(cells)} runs in {out} are done{hint}")
     return 1 if failed else 0
 
 

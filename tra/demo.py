@@ -9,13 +9,12 @@ from rich.console import Console
 
 from tra import evaluate as evaluation
 from tra._display import EvaluationDisplay, TrainingDisplay, results_table
-from tra.attention import MECHANISMS
 from tra.presets import preset
 from tra.report.exact_match import draw_exact_match
 from tra.run import RunFolder
 from tra.train import pick_device, train
 
-RIVALS = tuple(name for name in ("tra", "rope", "forgetting") if name in MECHANISMS)
+RIVALS = ("tra", "rope", "forgetting")
 
 
 def run_demo(out: Path, seed: int = 0) -> int:

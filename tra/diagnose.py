@@ -4,17 +4,22 @@ Content is the scaled product of query and key before position enters, and what 
 are its logits (see `tra.attention.WeightMap`). Looked at are queries at which an answer is due, in full precision:
 
 - `negative_mass`: the share of the attention weights, by absolute value, on keys whose content score is negative.
-- `reversed`: of pairs of keys that content tells apart, the share that ends up in the other order.
+- `reversed`: of pairs of keys that content tells apart, the share that ends up in the other order. A pair of which both
+  keys are dropped is not reversed, so this is small where most keys are dropped;
+- `reversed_kept`: the same, of pairs that are both kept.
 - `lifted`: the same, of pairs with a positive and a negative content score: a key that doesn't matter stands above
   one that does.
 
-A mechanism that marks its input (sinusoidal) mixes position into content, so order has no meaning there.
+What stands between content and order is position, but for selective attention also its masking. Order has no meaning
+where content can't be told apart from position (sinusoidal) or a second map is taken off (differential). The own key of
+stick-breaking gets what is left, whatever its content, and its mass is counted by the sign of its score all the same.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -45,6 +50,7 @@ class Diagnosis:
     queries: int
     negative_mass: PerHead
     reversed: PerHead | None
+    reversed_kept: PerHead | None
     lifted: PerHead | None
     kept: PerHead | None
     """Fraction of visible keys kept, of mechanisms with a threshold."""
@@ -71,10 +77,34 @@ def diagnose_task(
 ) -> Iterator[Diagnosis]:
     """Split by split, as they come. The sequences are the first of those that evaluation looks at."""
     device = torch.device("cpu") if device is None else device
-    mechanism = MECHANISMS[model.config.mechanism]
-    if mechanism.replaces_mlp:
+    if MECHANISMS[model.config.mechanism].replaces_mlp:
         raise ValueError(f"{model.config.mechanism} has no attention to diagnose")
     model.eval()
+    with exact_products():
+        yield from _diagnose(model, task, config, splits, seed, device, progress)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """No TF32, which training may have allowed."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _diagnose(
+    model: Decoder,
+    task: Task,
+    config: EvalConfig,
+    splits: Sequence[str],
+    seed: int,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> Iterator[Diagnosis]:
+    mechanism = MECHANISMS[model.config.mechanism]
     for split, (shortest, longest) in chosen_splits(task, config, splits).items():
         begun, sums, queries = time.monotonic(), _Sums(), 0
         for number, batch in enumerate(draw_test_set(task, split, SEQUENCES, seed, 1, device)):
@@ -87,7 +117,7 @@ def diagnose_task(
             queries += len(rows)
             progress(split, number + 1, SEQUENCES)
         found = sums.ratios()
-        order = not mechanism.marks_input
+        order = mechanism.orders_by_content
         yield Diagnosis(
             split=split,
             shortest=shortest,
@@ -96,6 +126,7 @@ def diagnose_task(
             queries=queries,
             negative_mass=found["negative_mass"],
             reversed=found["reversed"] if order else None,
+            reversed_kept=found["reversed_kept"] if order else None,
             lifted=found["lifted"] if order else None,
             kept=found.get("kept"),
             null=found.get("null"),
@@ -130,6 +161,7 @@ def look(layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor) -> dict[str, 
         "negative_mass": (torch.where(total > 0, negative / total, 0.0), total > 0),
         "reversed": _order(found, pairs, torch.ne),
         "lifted": _order(found, pairs, lambda first, second: first * second < 0),
+        "reversed_kept": _order(found, pairs, torch.ne, kept_only=True),
     }
     if hasattr(layer, "threshold"):
         kept = found.logits > -torch.inf
@@ -142,13 +174,17 @@ def look(layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor) -> dict[str, 
     return {name: (_over_rows(part), _over_rows(whole)) for name, (part, whole) in measures.items()}
 
 
-def _order(found: WeightMap, pairs: Tensor, told_apart: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _order(
+    found: WeightMap, pairs: Tensor, told_apart: Callable[[Tensor, Tensor], Tensor], kept_only: bool = False
+) -> tuple[Tensor, Tensor]:
     """Pairs in the other order than content's, and pairs that count, `[1, H, R, P]` bool."""
     index = pairs[:, None, None].expand(-1, *found.content.shape[:2], -1, -1)
     (first, second), (high, low) = (
         [scores.gather(-1, side) for side in index] for scores in (found.content, found.logits)
     )
     counted = told_apart(first, second) & (first != second)
+    if kept_only:
+        counted &= (high > -torch.inf) & (low > -torch.inf)
     return counted & ((first > second) & (high < low) | (first < second) & (high > low)), counted
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention import MECHANISMS, Cache, LayerCache, ThresholdRelativeAttention
-from tra.attention._base import places
+from tra.attention._base import check_masks, places
 from tra.naming import unknown_name
 
 
@@ -40,9 +40,9 @@ class DecoderConfig:
     dropout: float = 0.0
     """Rate on the attention weights and on the MLP's hidden representation."""
     embedding_init: Literal["uniform", "normal"] = "uniform"
-    """"uniform" is the authors' U(-0.01, 0.01); "normal" is N(0, 0.02)."""
+    """"uniform" is the authors' U(-0.01, 0.01), "normal" N(0, 0.02); sinusoidal has N(0, 1/√d_model), as published."""
     gate_bias: float = 0.0
-    """Initial bias of the forget gate (tra, forgetting): at 0 TRA at width 64 forgets after some 37 kept keys."""
+    """Initial bias of the forget gate, where there is one: at 0 TRA at width 64 forgets after some 37 kept keys."""
     rope_theta: float = 500_000.0
     """Base of the rotation's wavelengths."""
     cope_positions: int = 64
@@ -136,7 +136,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.embedding_init == "uniform":
+        if MECHANISMS[config.mechanism].marks_input:  # as published, since it is multiplied by √d_model
+            nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
+        elif config.embedding_init == "uniform":
             nn.init.uniform_(self.embedding.weight, -0.01, 0.01)
         else:
             nn.init.normal_(self.embedding.weight, std=0.02)
@@ -158,10 +160,11 @@ class Decoder(nn.Module):
             document_ids: `[B, T]`: documents packed into one row, which don't see each other.
         """
         self._check(tokens)
-        x = self.embedding(tokens)
+        x, past = self.embedding(tokens), 0 if cache is None else cache.length
         mechanism = MECHANISMS[self.config.mechanism]
         if mechanism.marks_input:
-            x = mechanism.mark_input(x, places(x, key_mask, 0 if cache is None else cache.length, document_ids))
+            check_masks(x, key_mask, past, document_ids)
+            x = mechanism.mark_input(x, places(x, key_mask, past, document_ids))
         for index, block in enumerate(self.blocks):
             x = block(x, key_mask, None if cache is None else cache.layers[index], document_ids)
         return self.head(self.norm(x))

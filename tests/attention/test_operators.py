@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tra.attention._rotary import rotations
-from tra.attention._sums import sum_from_the_right
 from tra.attention.entmax import _halved_below_zero, _weights, entmax15
 from tra.ops._count import count_from_the_right
 from tra.ops._softmax import softmax_or_nothing
+from tra.ops._sums import sum_from_the_right
 
 
 def logits() -> Tensor:

@@ -16,7 +16,7 @@ from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 
 import tra
 from tests.attention.oracles import CASES
-from tra.attention import MECHANISMS
+from tra.attention import MECHANISMS, LayerCache
 from tra.attention._base import Given
 from tra.attention._columns import biased_softmax_attention, split
 from tra.attention._dense import rows_at_once
@@ -96,6 +96,7 @@ def test_sinusoidal_decoder_is_plain_attention_over_marked_embeddings() -> None:
     for mechanism in ("sinusoidal", "nope"):
         torch.manual_seed(0)
         model = tra.Decoder(tra.DecoderConfig(11, d_model=32, n_layers=2, mechanism=mechanism)).double()
+        nn.init.normal_(model.embedding.weight, generator=torch.Generator().manual_seed(0))
         if mechanism == "nope":
             table = published_sinusoids(LENGTH, 32)
             model.embedding.register_forward_hook(lambda _module, _ids, x, table=table: x * math.sqrt(32) + table)
@@ -263,6 +264,16 @@ def test_bias_as_columns_is_exact_in_half_precision(kind: str, dtype: torch.dtyp
     assert rms(ours - exact) <= max(2 * rms(dense(given, of_query, of_key) - exact), one_rounding)
 
 
+def test_far_places_cost_no_precision() -> None:
+    """What counts near the last query is distance, not the place of both."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, n, 16, generator=generator) for n in (4, 40_000, 40_000))
+    given = Given(query, query, key, value, None, None, None)
+    of_query, of_key = F.logsigmoid(torch.randn(1, 2, 4, generator=generator)), -torch.arange(40_000.0)[None, None]
+    exact = dense(widened(given), of_query.double(), of_key.double())
+    assert rms(biased_softmax_attention(given, of_query, of_key) - exact) < 1e-5
+
+
 @pytest.mark.slow
 def test_pieces_survive_a_compiler() -> None:
     """Which may leave out a cast to bfloat16 and back."""
@@ -326,6 +337,42 @@ def test_with_and_without_gradients(mechanism: str) -> None:
     with torch.no_grad():
         in_columns = layer(x)
     torch.testing.assert_close(in_columns, layer(x).detach(), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_half_precision_holds_far_places(dtype: torch.dtype) -> None:
+    layer = built("alibi", d_model=8, n_heads=2).to(dtype)
+    query, key, value = (torch.randn(1, 2, n, 4).to(dtype) for n in (2, 131_072, 131_072))
+    assert torch.isfinite(layer.attend(Given(query, query, key, value, None, None, None))).all()
+
+
+@pytest.mark.parametrize("mechanism", ["tra", "tra-threshold-only", "tra-plain-distance"])
+def test_a_nan_shows(mechanism: str) -> None:
+    layer, x = built(mechanism), random_input().detach()
+    given = layer.given(x)
+    query = given.query.clone()
+    query[0, 1, 5] = torch.nan
+    out = layer.attend(given._replace(query=query))
+    assert out[0, 1, 5].isnan().all()
+    assert not out[0, 0].isnan().any()
+
+
+@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "lstm"])
+@torch.no_grad()
+def test_dropout_doesn_t_ask_for_gradients(mechanism: str) -> None:
+    layer, x = built(mechanism, dropout=0.5).train(), random_input()
+    assert not torch.equal(layer(x), layer(x))
+
+
+def test_a_prompt_in_blocks_forgets_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen model outside of no_grad takes the path for training, here in several blocks, with a cache."""
+    layer, x = built("forgetting").requires_grad_(False), random_input().detach()
+    expected = layer(x)
+    monkeypatch.setattr("tra.attention._dense.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5})
+    cache = LayerCache()
+    pieces = [layer(part, cache=cache) for part in x.split([15, 8], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, **EXACT)
 
 
 def test_both_halves_of_a_differential_head_drop_the_same_weights() -> None:

@@ -23,7 +23,7 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(1, 1, 1, 16).double(), torch.randn(1, 1, 1, 16).double()
 
     def score(at: int, of: int) -> float:
-        query, key = (rotate_by_place(x, torch.tensor([[place]]), 500_000.0) for x, place in ((q, at), (k, of)))
+        (query,), (key,) = (rotate_by_place([x], torch.tensor([[place]]), 500_000.0) for x, place in ((q, at), (k, of)))
         return float((query * key).sum())
 
     assert abs(score(7, 3) - score(1007, 1003)) < 1e-9

@@ -18,9 +18,9 @@ RESULTS = Path(__file__).parents[2] / "results"
 FLIPFLOP = RESULTS / "flipflop"
 
 
-@pytest.mark.parametrize("folder", ["demo", "flipflop"])
-def test_committed_results_are_current(folder: str) -> None:
-    runs = {name: read_run(RESULTS / folder / name) for name in ("tra", "rope")}
+@pytest.mark.parametrize(("folder", "names"), [("demo", ("tra", "rope", "forgetting")), ("flipflop", ("tra", "rope"))])
+def test_committed_results_are_current(folder: str, names: tuple[str, ...]) -> None:
+    runs = {name: read_run(RESULTS / folder / name) for name in names}
     assert (RESULTS / folder / "README.md").read_text() == summary_text(runs)
 
 

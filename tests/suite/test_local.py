@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from tra.attention import MECHANISMS
 from tra.presets import preset
 from tra.rows import read_rows
 from tra.suite import SUITES, Cell, suite
-from tra.suite.cell import is_done
+from tra.suite.cell import is_done, run_cell
 from tra.suite.local import run_suite
 
 SMALL = ("model.d_model=16", "task.arguments.length=16", "evaluate.examples=4", "evaluate.examples_of={}")
@@ -75,7 +76,8 @@ def test_a_failed_cell_says_why_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_stops_its_cells_which_save(tmp_path: Path, number: signal.Signals) -> None:
     code = (
         "from pathlib import Path; from tests.suite.test_local import cell; from tra.suite.local import run_suite; "
         f"run_suite([cell('rope', steps=3000)], Path({str(tmp_path)!r}), device='cpu')"
@@ -87,12 +89,15 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     assert process.wait(timeout=60) != 0
     assert not is_done(tmp_path / "rope-0")
     steps = len(read_rows(metrics))
     assert list((tmp_path / "rope-0" / "checkpoints").iterdir())  # told to stop, the cell had time to save
     assert steps < 1500
+    with (tmp_path / "rope-0" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is left who works on it
+        assert run_cell(tmp_path / "rope-0", "cpu") == 1  # and who comes while another does, leaves
 
 
 def test_bad_jobs(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class Given(NamedTuple):
     key_mask: Tensor | None  # [B, Tk]
     document_ids: Tensor | None  # [B, Tq]
     cache: LayerCache | None
+    prepared: Tensor | None = None  # what a mechanism worked out once for all rows
 
     @property
     def past(self) -> int:
@@ -45,7 +46,9 @@ class Mechanism(nn.Module):
     config_fields: ClassVar[tuple[str, ...]] = ()
     """Arguments of the mechanism's own: fields of `DecoderConfig` of the same name, or "layer", the layer's number."""
     marks_input: ClassVar[bool] = False
-    """Positions are added to the decoder's input, by `mark_input`, so that content and position can't be told apart."""
+    """Positions are added to the decoder's input, by `mark_input`."""
+    orders_by_content: ClassVar[bool] = True
+    """Without position, the order of its keys would be that of its content scores."""
     replaces_mlp: ClassVar[bool] = False
     """It takes the place of a whole block, not of its attention alone."""
 
@@ -137,13 +140,14 @@ class Attention(Mechanism):
     ) -> Given:
         """Queries of the new tokens, keys and values of all."""
         past = 0 if cache is None else cache.length
-        self._check(x, key_mask, past, document_ids)
+        if x.ndim != 3 or x.shape[2] != self.query.in_features:
+            raise ValueError(f"x must be [B, T, {self.query.in_features}], got {tuple(x.shape)}")
+        check_masks(x, key_mask, past, document_ids)
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids are for packed training rows and don't go with a cache")
         query, key, value = self.heads(x)
         if self.rotary:
-            place = places(x, key_mask, past)
-            query, key = (rotate_by_place(y, place, self.rope_theta) for y in (query, key))
+            query, key = rotate_by_place((query, key), places(x, key_mask, past), self.rope_theta)
         if cache is not None:
             key, value = cache.append(key, value)
         return Given(x, query, key, value, key_mask, document_ids, cache)
@@ -190,20 +194,20 @@ class Attention(Mechanism):
         """`[B, H, rows, Tk]`: scores of queries and keys that don't know their place."""
         return scores(given, rows)
 
-    def _check(self, x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None) -> None:
-        if x.ndim != 3 or x.shape[2] != self.query.in_features:
-            raise ValueError(f"x must be [B, T, {self.query.in_features}], got {tuple(x.shape)}")
-        expected = (x.shape[0], past + x.shape[1])
-        if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != expected):
-            raise ValueError(
-                f"key_mask must be bool of shape {expected} (cached and new tokens), "
-                f"got {key_mask.dtype} {tuple(key_mask.shape)}"
-            )
-        if document_ids is not None:
-            if document_ids.shape != x.shape[:2]:
-                raise ValueError(f"document_ids must be {tuple(x.shape[:2])}, got {tuple(document_ids.shape)}")
-            if key_mask is not None:
-                raise ValueError("give either key_mask or document_ids: padding between documents takes its own id")
+
+def check_masks(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None) -> None:
+    """Whether masks fit x `[B, T, d_model]`, which follows `past` cached tokens."""
+    expected = (x.shape[0], past + x.shape[1])
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != expected):
+        raise ValueError(
+            f"key_mask must be bool of shape {expected} (cached and new tokens), "
+            f"got {key_mask.dtype} {tuple(key_mask.shape)}"
+        )
+    if document_ids is not None:
+        if document_ids.shape != x.shape[:2]:
+            raise ValueError(f"document_ids must be {tuple(x.shape[:2])}, got {tuple(document_ids.shape)}")
+        if key_mask is not None:
+            raise ValueError("give either key_mask or document_ids: padding between documents takes its own id")
 
 
 def places(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None = None) -> Tensor:

@@ -17,15 +17,14 @@ class LayerCache:
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add `[B, Hkv, T, D]` and `[B, Hkv, T, Dv]`; gives back all keys and values so far."""
+        for name, new in (("key", key), ("value", value)):  # before anything changes
+            self._check(name, new)
         start, self.length = self.length, self.length + key.shape[2]
-        try:
-            return self._fit("key", key, start), self._fit("value", value, start)
-        except (RuntimeError, ValueError):
-            self.length = start
-            raise
+        return self._fit("key", key, start), self._fit("value", value, start)
 
     def extend(self, name: str, new: Tensor) -> Tensor:
         """Add `[B, H, T]` numbers of the tokens appended last; gives back those of all."""
+        self._check(name, new)
         return self._fit(name, new, self.length - new.shape[2])
 
     def advance(self, tokens: int, **state: Tensor) -> None:
@@ -38,11 +37,16 @@ class LayerCache:
         if held.shape[0] != batch:
             raise ValueError(f"the cache holds a batch of {held.shape[0]}, got one of {batch}")
 
-    def _fit(self, name: str, new: Tensor, start: int) -> Tensor:
+    def _check(self, name: str, new: Tensor) -> None:
         _check_no_grad(new)
-        end, buffer = start + new.shape[2], self._buffers.get(name)
+        buffer = self._buffers.get(name)
         if buffer is not None:
             self.check_batch(new.shape[0], buffer)
+            if buffer.dtype != new.dtype:
+                raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+
+    def _fit(self, name: str, new: Tensor, start: int) -> Tensor:
+        end, buffer = start + new.shape[2], self._buffers.get(name)
         if buffer is None or end > buffer.shape[2]:
             capacity = max(end, 2 * (0 if buffer is None else buffer.shape[2]))
             grown = new.new_zeros(*new.shape[:2], capacity, *new.shape[3:])

@@ -51,6 +51,7 @@ def biased_softmax_attention(given: Given, of_query: Tensor | None, of_key: Tens
     """
     batch, heads, n_queries, width = given.query.shape
     n_keys = given.key.shape[2]
+    of_key = of_key - of_key[..., -1:]  # softmax doesn't see it, and near the last queries it keeps numbers small
     # The kernel's scale multiplies the columns too. Where only b is there, b takes what undoes it.
     if of_query is None:
         of_key = of_key * width**0.5
@@ -58,7 +59,7 @@ def biased_softmax_attention(given: Given, of_query: Tensor | None, of_key: Tens
         pairs = [(of_query, part) for part in ([of_key] if of_key.dtype == torch.float64 else split(of_key))]
     elif of_key.dtype == torch.float64:
         pairs = [(of_query * width**0.5, of_key)]
-    else:  # products of pieces below 2^-24 of the whole are left out
+    else:  # products of pieces below 2^-22 of the whole are left out
         left, right = split(of_query * width**0.5), split(of_key)
         pairs = [(a, b) for i, a in enumerate(left) for j, b in enumerate(right) if i + j < PIECES]
     padding = -(width + len(pairs)) % 8  # fused kernels want widths in eights

@@ -19,7 +19,13 @@ MOST_ENTRIES = {"cpu": 2**24, "cuda": 2**26}
 class DenseAttention(Attention):
     """Attention whose `logits` and `weigh` are all there is. In training, blocks but the only one are recomputed."""
 
+    def prepare(self, given: Given) -> Given:
+        """Fill in `prepared`, where all rows need the same; the place to touch a cache."""
+        return given
+
     def attend(self, given: Given) -> Tensor:
+        given = self.prepare(given)
+
         def read(rows: Tensor) -> Tensor:
             weights = F.dropout(self.weigh(self.logits(given, rows)), self.dropout_now)
             value = given.value.repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def rotate_by_place(x: Tensor, place: Tensor, theta: float) -> Tensor:
+def rotate_by_place(tensors: Sequence[Tensor], place: Tensor, theta: float) -> list[Tensor]:
     """Rotate the pairs (x_i, x_{i + width/2}) of `[B, H, T, width]`, whose tokens stand at `place` `[B or 1, T]`."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return rotate(x, rotations(place, x.shape[-1], theta, dtype))
+    first = tensors[0]
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    cos_sin = rotations(place, first.shape[-1], theta, dtype)
+    return [rotate(x, cos_sin) for x in tensors]
 
 
 @torch.library.custom_op("tra::rotations", mutates_args=())

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tra.attention._base import Attention, Given, key_places
+from tra.attention._base import Given, key_places
 from tra.attention._columns import biased_softmax_attention
+from tra.attention._dense import DenseAttention
 
 
-class LinearBiasAttention(Attention):
+class LinearBiasAttention(DenseAttention):
     """Softmax attention over `q_i · k_j / √D - m_h (i - j)`. See `Attention`."""
 
+    slopes: Tensor
+
+    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int | None = None, **options: Any) -> None:
+        super().__init__(d_model, n_heads, n_kv_heads, **options)
+        self.register_buffer("slopes", torch.tensor(slopes(n_heads))[None, :, None], persistent=False)
+
     def attend(self, given: Given) -> Tensor:
-        slope, place = self._factors(given)
-        return biased_softmax_attention(given, slope, place, self.dropout_now)
+        if given.query.dtype == torch.float16:  # whose range far places exceed
+            return super().attend(given)
+        place = key_places(given)[:, None].to(_exact(given))
+        return biased_softmax_attention(given, self.slopes.to(place.dtype), place, self.dropout_now)
 
     def logits(self, given: Given, rows: Tensor) -> Tensor:
-        slope, place = self._factors(given)
+        place = key_places(given)[:, None]
         distance = place[:, :, given.past + rows, None] - place[:, :, None]  # [B, 1, R, Tk]
-        return super().logits(given, rows) - slope[..., None] * distance
+        return super().logits(given, rows) - self.slopes[..., None].to(_exact(given)) * distance
 
-    def _factors(self, given: Given) -> tuple[Tensor, Tensor]:
-        """Slopes `[1, H, 1]` and places `[B, 1, Tk]`."""
-        dtype = torch.float64 if given.query.dtype == torch.float64 else torch.float32
-        slope = torch.tensor(slopes(self.n_heads), dtype=dtype, device=given.query.device)[None, :, None]
-        return slope, key_places(given)[:, None].to(dtype)
+
+def _exact(given: Given) -> torch.dtype:
+    return torch.float64 if given.query.dtype == torch.float64 else torch.float32
 
 
 def slopes(n_heads: int) -> list[float]:

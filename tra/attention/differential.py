@@ -23,6 +23,7 @@ class DifferentialAttention(Attention):
     """
 
     default_rotary: ClassVar[bool] = True
+    orders_by_content: ClassVar[bool] = False
     config_fields: ClassVar[tuple[str, ...]] = ("layer",)
 
     def __init__(

@@ -34,7 +34,7 @@ class ForgettingAttention(DenseAttention):
     def attend(self, given: Given) -> Tensor:
         if columns_fit(given):
             # The running sum at the query is the same for all its keys, and softmax doesn't see it.
-            return biased_softmax_attention(given, None, -self.remembered(given))
+            return biased_softmax_attention(given, None, -self.remembered(given), self.dropout_now)
         if flex_fits(given, self.dropout_now):
             return flex_softmax_attention(given, self.logit_function(given))
         return super().attend(given)
@@ -49,8 +49,11 @@ class ForgettingAttention(DenseAttention):
 
         return logit
 
+    def prepare(self, given: Given) -> Given:
+        return given._replace(prepared=self.remembered(given))
+
     def logits(self, given: Given, rows: Tensor) -> Tensor:
-        total = self.remembered(given)
+        total = self.remembered(given) if given.prepared is None else given.prepared
         forgotten = total[:, :, given.past + rows, None] - total[:, :, None]
         return (super().logits(given, rows) + forgotten).masked_fill(~seen(given, rows), -torch.inf)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tra.attention._base import Mechanism
+from tra.attention._base import Mechanism, check_masks
 from tra.attention._cache import LayerCache
 
 
@@ -55,11 +55,7 @@ class LongShortTermMemory(Mechanism):
         if document_ids is not None:
             raise ValueError("lstm reads one document per row: document_ids are for attention")
         past = 0 if cache is None else cache.length
-        if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (len(x), past + x.shape[1])):
-            raise ValueError(
-                f"key_mask must be bool of shape {(len(x), past + x.shape[1])} (cached and new tokens), "
-                f"got {key_mask.dtype} {tuple(key_mask.shape)}"
-            )
+        check_masks(x, key_mask, past, None)
         state = None
         if cache is not None and "hidden" in cache.state:
             cache.check_batch(len(x), cache.state["hidden"].transpose(0, 1))

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tra.attention._base import Attention, Given, key_places, scores, seen
 from tra.attention._dense import rows_at_once
@@ -25,19 +26,22 @@ class SelectiveAttention(Attention):
     def attend(self, given: Given) -> Tensor:
         group = self.n_heads // self.n_kv_heads
         key, value = (y.repeat_interleave(group, dim=1) for y in (given.key, given.value))
-        masked, read = self._masked_before(given), []
-        for rows in torch.arange(given.query.shape[2], device=key.device).split(rows_at_once(given)):
+
+        def read_rows(rows: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
             masking, masked = self._masking(given, rows, masked)
             bias = (-masking[:, None]).masked_fill(~seen(given, rows), -torch.inf).to(key.dtype)
-            read.append(
-                F.scaled_dot_product_attention(
-                    given.query[:, :, rows],
-                    key,
-                    value,
-                    attn_mask=bias.expand(-1, self.n_heads, -1, -1),
-                    dropout_p=self.dropout_now,
-                )
-            )
+            bias = bias.expand(-1, self.n_heads, -1, -1)
+            query = given.query[:, :, rows]
+            return F.scaled_dot_product_attention(query, key, value, bias, dropout_p=self.dropout_now), masked
+
+        masked, read = self._masked_before(given), []
+        blocks = torch.arange(given.query.shape[2], device=key.device).split(rows_at_once(given))
+        for rows in blocks:
+            if len(blocks) > 1 and torch.is_grad_enabled():
+                out, masked = checkpoint(read_rows, rows, masked, use_reentrant=False)
+            else:
+                out, masked = read_rows(rows, masked)
+            read.append(out)
         if given.cache is not None:
             given.cache.state["masked"] = masked
         return torch.cat(read, dim=2)

@@ -13,10 +13,12 @@ from tra.attention.nope import NoPositionAttention
 class SinusoidalAttention(NoPositionAttention):
     """Plain softmax attention over embeddings that carry their place. See `Attention`.
 
-    As published, embeddings are multiplied by √d_model before positions of amplitude 1 are added.
+    As published, embeddings, which start at N(0, 1/√d_model), are multiplied by √d_model, and positions of amplitude 1
+    are added.
     """
 
     marks_input: ClassVar[bool] = True
+    orders_by_content: ClassVar[bool] = False
 
     @staticmethod
     def mark_input(x: Tensor, place: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tra.attention._base import Given, scores, seen
 from tra.attention._dense import DenseAttention
-from tra.attention._sums import sum_from_the_right
+from tra.ops._sums import sum_from_the_right
 
 
 class StickBreakingAttention(DenseAttention):

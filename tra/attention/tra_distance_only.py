@@ -34,7 +34,8 @@ class DistanceOnlyAttention(DenseAttention):
     def attend(self, given: Given) -> Tensor:
         if columns_fit(given):
             of_query = self.gate(given.x)
-            return biased_softmax_attention(given, of_query, -key_places(given)[:, None].to(of_query.dtype))
+            of_key = -key_places(given)[:, None].to(of_query.dtype)
+            return biased_softmax_attention(given, of_query, of_key, self.dropout_now)
         if flex_fits(given, self.dropout_now):
             return flex_softmax_attention(given, self.logit_function(given))
         return super().attend(given)

@@ -51,12 +51,12 @@ class PlainDistanceAttention(DenseAttention):
 
         def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             bias = log_forget[batch, head, query] * (query - key + 1)
-            return torch.where(score > threshold, score + bias, -torch.inf)
+            return torch.where(score <= threshold, -torch.inf, score + bias)
 
         return logit
 
     def logits(self, given: Given, rows: Tensor) -> Tensor:
         content = scores(given, rows)
-        kept = seen(given, rows) & (content > self.threshold)
+        kept = seen(given, rows) & ~(content <= self.threshold)  # a NaN must show
         biased = content + self.gate(given.x)[:, :, rows, None] * distances(given, rows)
         return torch.where(kept, biased, -torch.inf)

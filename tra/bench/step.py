@@ -54,11 +54,12 @@ def run_config(mechanism: str, shape: Shape) -> RunConfig:
 def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Callable[[], None]) -> dict[str, Any]:
     """Median over rounds of ten steps. `ready` is called, and may block, between warming up and measuring."""
     with tempfile.TemporaryDirectory() as folder:
+        begun = time.perf_counter()
         trainer = Trainer(run_config(mechanism, shape), RunFolder(Path(folder)), device)
         batch = trainer.next_batch()
-        begun = time.perf_counter()
         trainer.optimise(batch)
-        first = time.perf_counter() - begun
+        wait_for(device)
+        until_ready = time.perf_counter() - begun
         on_gpu = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if on_gpu else None
         ready()
@@ -80,7 +81,7 @@ def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Call
         "slowest_ms": round(max(rounds), 3),
         "peak_mib": None if peak is None else round(peak),
         "loss_is_finite": bool(torch.isfinite(trainer.window[0])),
-        "first_step_s": round(first, 2),
+        "ready_after_s": round(until_ready, 1),
     }
 
 
@@ -95,10 +96,14 @@ def bench_step(
     for shape in shapes:
         progress(f"{shape.size}: warming up")
         apart = [_Apart(mechanism, shape, device) for mechanism in mechanisms]
-        alive = [process for process in apart if process.wait_until_ready()]
-        for process in alive:
-            progress(f"{shape.size}: {process.mechanism}")
-            process.measure()
+        try:
+            alive = [process for process in apart if process.wait_until_ready()]
+            for process in alive:
+                progress(f"{shape.size}: {process.mechanism}")
+                process.measure()
+        finally:
+            for process in apart:
+                process.end()
         rows += [process.result for process in apart]
     for row in rows:
         rope = next((r for r in rows if r["mechanism"] == "rope" and r["size"] == row["size"]), {})
@@ -134,6 +139,10 @@ class _Apart:
         else:
             self._failed()
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def _failed(self) -> None:
         self.process.wait()
         self.errors.seek(0)
@@ -142,7 +151,8 @@ class _Apart:
 
 def _block_until_told() -> None:
     print("ready", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # whoever started this is gone
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tra.ops._sums import sum_from_the_right
+
 EXACT_IN_HALF = 2048
 """Up to here float16 holds every whole number."""
 
@@ -12,12 +14,11 @@ EXACT_IN_HALF = 2048
 def count_from_the_right(kept: Tensor, dtype: torch.dtype) -> Tensor:
     """Of `[..., n]` bool: how many are True from each place up to the end of its row, in `dtype`.
 
-    On a GPU a product with a triangle of ones, which is exact, and which a compiler doesn't fuse with what reads the
-    counts: see `tra.ops._softmax` for how that goes wrong.
+    On a GPU, as far as a half holds the counts, a product with a triangle of ones: exact, fast, and nothing that a
+    compiler fuses with what reads the counts (see `tra.ops._softmax` for how that goes wrong).
     """
-    if not kept.is_cuda:
-        return kept.to(dtype).flip(-1).cumsum(-1).flip(-1)
     length = kept.shape[-1]
-    whole = torch.float16 if length <= EXACT_IN_HALF else torch.float32
-    triangle = torch.ones(length, length, dtype=whole, device=kept.device).tril()
-    return (kept.to(whole) @ triangle).to(dtype)
+    if not kept.is_cuda or length > EXACT_IN_HALF:
+        return sum_from_the_right(kept.to(dtype))
+    triangle = torch.ones(length, length, dtype=torch.float16, device=kept.device).tril()
+    return (kept.to(torch.float16) @ triangle).to(dtype)

@@ -12,7 +12,8 @@ from tra.rows import length_text, mean_over_heads
 
 FAILURES = {
     "negative_mass": "mass on keys of negative content score",
-    "reversed": "pairs of keys that position reverses",
+    "reversed": "pairs of keys not in the order of content; dropped pairs count as in order",
+    "reversed_kept": "the same, of pairs that are both kept",
     "lifted": "pairs in which a key of negative content stands above one of positive content",
 }
 
@@ -31,6 +32,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     groups: dict[str, list[EvaluatedRun]] = {}
     for run in sorted(runs, key=lambda run: (order.index(run.mechanism), run.seed)):
         groups.setdefault(run.mechanism, []).append(run)
+    _check(groups)
     first = runs[0]
     splits = [row["split"] for row in first.evaluation]
     lengths = [f"{row['split']} ({length_text(row)})" for row in first.evaluation]
@@ -55,6 +57,8 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         lines += ["", notes.strip()]
     lines += ["", "## The two failures", "", "Means over layers, heads and seeds, at queries where an answer is due."]
     for measure, title in FAILURES.items():
+        if not any(row.get(measure) for run in runs for row in run.diagnosis):
+            continue
         lines += ["", f"{title[0].upper()}{title[1:]} (`{measure}`):", "", *_table("mechanism", lengths)]
         for mechanism, group in groups.items():
             cells = _measures(group, measure, splits, lambda x: f"{x:.3f}")
@@ -80,12 +84,28 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         "",
         "## Made by",
         "",
-        f"`{_command(first)}` on {first.environment['device']}, torch {first.environment['torch']}, commit "
-        f"{first.environment['commit']}. Every run's config, environment, metrics, evaluation and diagnosis lie in its "
-        "folder; `tra report` made this page from them.",
+        f"`{_command(first)}` on {first.environment['device']}, torch {first.environment['torch']}, "
+        f"commit {', '.join(sorted({str(run.environment['commit']) for run in runs}))}. Every run's config, "
+        "environment, metrics, evaluation and diagnosis lie in its folder; `tra report` made this page from them.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _check(groups: dict[str, list[EvaluatedRun]]) -> None:
+    """One table compares like with like."""
+    if len({tuple(run.seed for run in group) for group in groups.values()}) > 1:
+        raise ValueError("a comparison needs the same seeds of every mechanism")
+    for mechanism, group in groups.items():
+        if len({run.config["optim"]["lr"] for run in group}) > 1:
+            raise ValueError(f"the runs of {mechanism} have different learning rates: compare one at a time")
+    runs = [run for group in groups.values() for run in group]
+    for what, values in (
+        ("steps", {run.metrics[-1]["step"] for run in runs}),
+        ("test sequences", {tuple((row["examples"], row["seed"]) for row in run.evaluation) for run in runs}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"the runs have different {what}: make them alike first")
 
 
 def _command(run: EvaluatedRun) -> str:
@@ -117,6 +137,6 @@ def _measures(
     cells = []
     for split in splits:
         rows: list[dict[str, Any]] = [row for run in group for row in run.diagnosis if row["split"] == split]
-        values = [value for row in rows if (value := mean_over_heads(row[name])) is not None]
+        values = [value for row in rows if (value := mean_over_heads(row.get(name))) is not None]
         cells.append(text(sum(values) / len(values)) if values else "")
     return cells

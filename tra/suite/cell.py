@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def run_cell(folder: Path, device_name: str | None) -> int:
         if progress.metrics is not None:
             print(f"step {progress.step} loss {progress.metrics['loss']:.4f}", flush=True)
 
+    lock = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("another process works on this cell", flush=True)
+        return 1
     result = train(None, folder, resume=True, device=device, progress=say)
     if not result.done:
         print(f"stopped at step {result.step}: {result.reason}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +53,7 @@ def run_suite(
             waiting.append(cell)
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     running: list[tuple[Cell, subprocess.Popen[bytes], float]] = []
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -68,7 +70,12 @@ def run_suite(
             process.terminate()
         for _, process, _ in running:
             process.wait()
+        signal.signal(signal.SIGTERM, before)
     return reports
+
+
+def _stop(_number: int, _frame: object) -> None:
+    raise SystemExit(143)
 
 
 def _start(folder: Path, device: str | None, threads: str) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Running sums from the right, which contextual positions and stick-breaking need."""
+"""Running sums from the right."""
 
 from __future__ import annotations
 
