@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
 from tra.attention._base import Given, seen
-from tra.attention._columns import biased_softmax_attention, columns_fit
-from tra.attention._dense import DenseAttention
-from tra.attention._flex import ScoreFunction, flex_fits, flex_softmax_attention
-from tra.attention._gate import ForgetGate
+from tra.attention._flex import ScoreFunction
+from tra.attention._gated import Factors, GatedAttention
 
 
-class ForgettingAttention(DenseAttention):
-    """Softmax attention over `q_i · k_j / √D + Σ log f_k`, the sum over tokens k after j up to i.
+class ForgettingAttention(GatedAttention):
+    """Softmax attention over `q_i · k_j / √D + Σ log f_k`, the sum over tokens k after j up to i; f = σ(w · x + b).
 
-    Args:
-        gate_bias: Initial bias of the forget gate f = σ(w · x + b).
-        options: See `Attention`. This is the form without output gate and norms ("LLaMA" in its paper), as in the
-            comparison of the TRA paper.
+    This is the form without output gate and norms ("LLaMA" in its paper), as in the comparison of the TRA paper.
+    Arguments as for `GatedAttention`.
     """
 
-    config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
-
-    def __init__(
-        self, d_model: int, n_heads: int, n_kv_heads: int | None = None, *, gate_bias: float = 0.0, **options: Any
-    ) -> None:
-        super().__init__(d_model, n_heads, n_kv_heads, **options)
-        self.gate = ForgetGate(d_model, n_heads, gate_bias)
-
-    def attend(self, given: Given) -> Tensor:
-        if columns_fit(given):
-            # The running sum at the query is the same for all its keys, and softmax doesn't see it.
-            return biased_softmax_attention(given, None, -self.remembered(given), self.dropout_now)
-        if flex_fits(given, self.dropout_now):
-            return flex_softmax_attention(given, self.logit_function(given))
-        return super().attend(given)
+    def factors(self, given: Given) -> Factors:
+        # The running sum at the query is the same for all its keys, and softmax doesn't see it.
+        return Factors(None, -self.remembered(given))
 
     def logit_function(self, given: Given) -> ScoreFunction:
-        """`logits`, in the words of FlexAttention."""
         total = self.remembered(given)
         again = total.clone()  # what learns may be indexed once only
 
@@ -58,7 +39,7 @@ class ForgettingAttention(DenseAttention):
         return (super().logits(given, rows) + forgotten).masked_fill(~seen(given, rows), -torch.inf)
 
     def remembered(self, given: Given) -> Tensor:
-        """Running sums of log f up to each key, `[B, H, Tk]`. Padding forgets nothing."""
+        """Running sums of log f up to each key, `[B, H, Tk]`, also into the cache. Padding forgets nothing."""
         log_forget = self.gate(given.x)
         if given.key_mask is not None:
             log_forget = log_forget * given.key_mask[:, None, given.past :]

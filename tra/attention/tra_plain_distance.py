@@ -8,45 +8,28 @@ import torch
 from torch import Tensor
 
 from tra.attention._base import Given, scores, seen
-from tra.attention._dense import DenseAttention
-from tra.attention._flex import ScoreFunction, flex_fits, flex_softmax_attention
-from tra.attention._gate import ForgetGate
+from tra.attention._flex import ScoreFunction
+from tra.attention._gated import GatedAttention
 from tra.attention.tra_distance_only import distances
 
 
-class PlainDistanceAttention(DenseAttention):
+class PlainDistanceAttention(GatedAttention):
     """Softmax over `q_i · k_j / √D + δ_i (i - j + 1)`, over keys above the threshold; a row may keep nothing.
 
     Args:
-        gate_bias: Initial bias of the forget gate δ = log σ(w · x + b).
         threshold: A key stays when its scaled score is above it.
-        options: See `Attention`; queries and keys are normalised by default, as in TRA.
+        options: See `GatedAttention`; queries and keys are normalised by default, as in TRA.
     """
 
     default_qk_norm: ClassVar[bool] = True
-    config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
 
     def __init__(
-        self,
-        d_model: int,
-        n_heads: int,
-        n_kv_heads: int | None = None,
-        *,
-        gate_bias: float = 0.0,
-        threshold: float = 0.0,
-        **options: Any,
+        self, d_model: int, n_heads: int, n_kv_heads: int | None = None, *, threshold: float = 0.0, **options: Any
     ) -> None:
         super().__init__(d_model, n_heads, n_kv_heads, **options)
         self.threshold = threshold
-        self.gate = ForgetGate(d_model, n_heads, gate_bias)
-
-    def attend(self, given: Given) -> Tensor:
-        if flex_fits(given, self.dropout_now):
-            return flex_softmax_attention(given, self.logit_function(given))
-        return super().attend(given)
 
     def logit_function(self, given: Given) -> ScoreFunction:
-        """`logits`, in the words of FlexAttention."""
         log_forget, threshold = self.gate(given.x), self.threshold
 
         def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
