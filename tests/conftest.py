@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -22,3 +23,6 @@ settings.load_profile("tra")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+# Started in the background, a shell may have us ignore Ctrl-C, and so would every process that a test starts and stops.
+signal.signal(signal.SIGINT, signal.default_int_handler)
