@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tra
-from tra.attention import MECHANISMS, Attention, WeightMap
+from tra.attention import MECHANISMS, WeightMap
 from tra.config import EvalConfig
 from tra.diagnose import Diagnosis, diagnose_run, diagnose_task, look
 from tra.presets import preset
@@ -142,4 +142,3 @@ def test_results_are_kept_once_per_split(tmp_path: Path) -> None:
 def test_the_same_sequences_and_queries_for_every_mechanism() -> None:
     one, other = (diagnose(name)[0] for name in ("tra", "rope"))
     assert (one.queries, one.sequences) == (other.queries, other.sequences)
-    assert isinstance(decoder("rope").blocks[0].get_submodule("attention"), Attention)

@@ -48,7 +48,7 @@ def rms(x: Tensor) -> float:
 def assert_compiled_is_as_good(judge: dict[str, Tensor], plain: dict[str, Tensor], compiled: dict[str, Tensor]) -> None:
     """At most twice the error of the uncompiled form, or one rounding."""
     for name, exact in judge.items():
-        rounding = (2**-8 if plain["logits"].dtype == torch.bfloat16 else 2**-20) * rms(exact)
+        rounding = torch.finfo(plain["logits"].dtype).eps * rms(exact)
         error, allowed = rms(compiled[name] - exact), max(2 * rms(plain[name] - exact), rounding)
         assert error <= allowed, f"{name}: {error:.2e} of {rms(exact):.2e}, allowed {allowed:.2e}"
 

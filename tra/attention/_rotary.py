@@ -20,8 +20,7 @@ def rotate_by_place(tensors: Sequence[Tensor], place: Tensor, theta: float) -> l
 def rotations(place: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
     """Cosines and sines, `[B, T]` -> `[2, B, 1, T, width / 2]`, in float32 at least: bf16 can't tell far places apart.
 
-    An operator, so that the compiler keeps the table instead of working it out again for every head and sequence,
-    which costs more than all of attention.
+    An operator, so that a compiler keeps the table instead of working out sines again for every head and sequence.
     """
     frequency = theta ** (-torch.arange(0, width, 2, device=place.device, dtype=dtype) / width)
     angle = place[:, None, :, None].to(dtype) * frequency
