@@ -19,6 +19,10 @@ settings.register_profile(
 )
 settings.load_profile("tra")
 
+# Without a GPU, Triton's kernels run in its interpreter; it is asked for when they are first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Workers side by side get one thread each, and so do their children: more threads than cores wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"

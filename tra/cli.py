@@ -199,19 +199,35 @@ def report(
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["op", "sampling", "step"]] = "op",
+    what: tyro.conf.Positional[Literal["op", "sampling", "step", "compare", "figure"]] = "op",
     /,
+    files: tyro.conf.Positional[tuple[Path, ...]] = (),
+    only: tuple[str, ...] = (),
     device: str | None = None,
     as_json: Json = False,
 ) -> int:
     """Measure speed and memory on this machine.
 
     Args:
-        what: "op" compares the CPU implementations of the operator; "sampling" is what it adds to a training step;
-            "step" is a whole training step of every mechanism, as a ratio to RoPE's.
-        device: Of "sampling" and "step": cpu or cuda; a GPU by default if there is one.
+        what: "op" is the operator: on a GPU the kernels against others' attention, on a CPU its implementations;
+            "sampling" is what it adds to a training step; "step" is a whole training step of every mechanism, as a
+            ratio to RoPE's. "compare OLD NEW" sets two results side by side and fails where the new one is 10 % worse;
+            "figure FILE" draws a GPU's "op" beside the file.
+        files: Results as JSON, of "compare" and "figure".
+        only: Of "step": these mechanisms; all by default.
+        device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
     """
+    if what == "compare":
+        return _bench_compare(files)
+    if what == "figure":
+        return _bench_figure(files)
+    if files:
+        raise ValueError(f"bench {what} takes no files, got {files[0]}")
+    for mechanism in only:
+        if mechanism not in MECHANISMS:
+            raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
+    from tra.bench.kernels import bench_kernels
     from tra.bench.op import bench_op
     from tra.bench.sampling import bench_sampling
     from tra.bench.step import bench_step
@@ -223,11 +239,11 @@ def bench(
 
         chosen = training.pick_device(device)
         if what == "op":
-            result = bench_op(progress)
+            result = bench_kernels(chosen, progress) if chosen.type == "cuda" else bench_op(progress)
         elif what == "sampling":
             result = bench_sampling(chosen, progress)
         else:
-            result = bench_step(str(chosen), progress=progress)
+            result = bench_step(str(chosen), only or tuple(MECHANISMS), progress=progress)
     if as_json:
         print(json.dumps(result, indent=2))
         return 0
@@ -238,10 +254,37 @@ def bench(
         values = [row.get(name, "") for name in names]
         table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values))
     Console().print(table)
-    if what == "op":
+    if what == "op" and chosen.type == "cpu":
         short, long = rows[1]["length"], rows[2]["length"]
         print(f"at {short:,} tokens blockwise is {result['speedup']:.1f} times as fast as reference, both ways")
         print(f"at {long:,} tokens it takes {result['memory_ratio']:.2f} of the memory of one head's T × T map")
+    return 0
+
+
+def _bench_compare(files: tuple[Path, ...]) -> int:
+    from tra.bench.results import compare, read_result
+
+    if len(files) != 2:
+        raise ValueError(f"bench compare takes two files, OLD and NEW, got {len(files)}")
+    changes = compare(*(read_result(file) for file in files))
+    table = Table("what", "measure", "old", "new", "new / old")
+    for change in changes:
+        colour = "red" if change.is_worse else "green" if change.ratio < 1 / 1.1 else ""
+        numbers = (f"{change.old:,.4g}", f"{change.new:,.4g}", f"{change.ratio:.3f}")
+        table.add_row(change.what, change.measure, *numbers, style=colour)
+    Console().print(table)
+    worse = sum(change.is_worse for change in changes)
+    print(f"{worse} of {len(changes)} are more than 10 % worse")
+    return 1 if worse else 0
+
+
+def _bench_figure(files: tuple[Path, ...]) -> int:
+    from tra.bench.results import read_result
+    from tra.report.speed import write_speed_figure
+
+    if len(files) != 1:
+        raise ValueError(f"bench figure takes one file, got {len(files)}")
+    print(write_speed_figure(read_result(files[0]), files[0].with_suffix(".png")))
     return 0
 
 

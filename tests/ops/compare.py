@@ -27,6 +27,9 @@ class Inputs(NamedTuple):
         dtypes = (dtype, dtype, dtype, compute_dtype(dtype))
         return Inputs(*(x.detach().to(d).requires_grad_() for x, d in zip(self, dtypes, strict=True)))
 
+    def on(self, device: str) -> Inputs:
+        return Inputs(*(x.detach().to(device).requires_grad_() for x in self))
+
 
 def exact_inputs(
     seed: int = 0,
@@ -94,8 +97,8 @@ def run_plain(inputs: Inputs, grad_out: Tensor, seen: Tensor, **options: float) 
     return out.detach(), *torch.autograd.grad(out, inputs, grad_out.to(out.dtype))
 
 
-def rounding_floor(inputs: Inputs, grad_out: Tensor) -> tuple[float, ...]:
-    """One rounding of a typical term of each result, in the precision of the sums.
+def rounding_floor(inputs: Inputs, grad_out: Tensor, dtype: torch.dtype | None = None) -> tuple[float, ...]:
+    """One rounding of a typical term of each result, in the precision of the sums or in `dtype`.
 
     Where plain PyTorch happens to be exact, or nearly (a single key: weight 1, gradient 0), twice its error is nothing,
     yet an implementation may round `dP - sum(P dP)` once.
@@ -105,7 +108,7 @@ def rounding_floor(inputs: Inputs, grad_out: Tensor) -> tuple[float, ...]:
     grad_score = _rms(grad_out.double() @ value.repeat_interleave(group, 1).mT)
     grad_logit = grad_score * query.shape[-1] ** -0.5
     terms = (_rms(value), grad_logit * _rms(key), grad_logit * _rms(query), _rms(grad_out.double()), grad_score)
-    return tuple(torch.finfo(compute_dtype(inputs.query.dtype)).eps * term for term in terms)
+    return tuple(torch.finfo(dtype or compute_dtype(inputs.query.dtype)).eps * term for term in terms)
 
 
 def assert_within_rule(
@@ -130,3 +133,32 @@ def _rms(error: Tensor) -> float:
 def causal(n_queries: int, n_keys: int) -> Tensor:
     """`[1, 1, Tq, Tk]`: queries at the end of the keys."""
     return torch.ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)[None, None]
+
+
+def check(
+    inputs: Inputs,
+    seen: Tensor,
+    impl: str,
+    plain_options: dict[str, float] | None = None,
+    floor: torch.dtype | None = None,
+    **options: object,
+) -> None:
+    """Output and all gradients of an implementation by the rule; `floor` as in `rounding_floor`."""
+    grad_out = torch.randn(*inputs.query.shape[:3], inputs.value.shape[3], generator=torch.Generator().manual_seed(9))
+    grad_out = grad_out.to(inputs.query)
+    assert_within_rule(
+        run(inputs, grad_out, impl, **options),
+        run_plain(inputs, grad_out, seen.to(inputs.query.device), **(plain_options or {})),
+        run(inputs.to(torch.float64), grad_out, "reference", **options),
+        rounding_floor(inputs, grad_out, floor),
+    )
+
+
+def padding(side: str, batch: int, length: int) -> Tensor:
+    """`[B, T]`: a different third of each row is padding."""
+    mask = torch.ones(batch, length, dtype=torch.bool)
+    for row in range(batch):
+        size = length * (row + 1) // (3 * batch)
+        start = {"left": 0, "right": length - size, "middle": length // 3}[side]
+        mask[row, start : start + size] = False
+    return mask

@@ -68,7 +68,8 @@ def test_good_input_passes() -> None:
     assert tra.threshold_relative_attention(**good()).shape == (B, H, T, D)
 
 
-def test_a_named_implementation_never_falls_back() -> None:
+def test_a_named_implementation_never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match=r"triton.*not available"):
         tra.threshold_relative_attention(**good(), impl="triton")
 

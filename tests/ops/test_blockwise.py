@@ -7,15 +7,8 @@ import torch
 from torch import Tensor
 
 import tra
-from tests.ops.compare import (
-    Inputs,
-    assert_within_rule,
-    causal,
-    exact_inputs,
-    rounding_floor,
-    run,
-    run_plain,
-)
+from tests.ops import compare
+from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tra.ops import _layout
 
 LENGTHS = (1, 63, 111, 257)
@@ -23,14 +16,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check(inputs: Inputs, seen: Tensor, plain_options: dict[str, float] | None = None, **options: object) -> None:
-    grad_out = torch.randn(*inputs.query.shape[:3], inputs.value.shape[3], generator=torch.Generator().manual_seed(9))
-    grad_out = grad_out.to(inputs.query.dtype)
-    assert_within_rule(
-        run(inputs, grad_out, "blockwise", **options),
-        run_plain(inputs, grad_out, seen, **(plain_options or {})),
-        run(inputs.to(torch.float64), grad_out, "reference", **options),
-        rounding_floor(inputs, grad_out),
-    )
+    compare.check(inputs, seen, "blockwise", plain_options, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,16 +29,6 @@ def test_lengths(length: int, dtype: torch.dtype) -> None:
 def test_grouped_heads_other_value_width_and_fewer_queries(length: int) -> None:
     inputs = exact_inputs(length, heads=6, kv_heads=2, n_queries=length, n_keys=length + 130, value_width=24)
     check(inputs, causal(length, length + 130))
-
-
-def padding(side: str, batch: int, length: int) -> Tensor:
-    """`[B, T]`: a different third of each row is padding."""
-    mask = torch.ones(batch, length, dtype=torch.bool)
-    for row in range(batch):
-        size = length * (row + 1) // (3 * batch)
-        start = {"left": 0, "right": length - size, "middle": length // 3}[side]
-        mask[row, start : start + size] = False
-    return mask
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from tra.ops import _inputs
 from tra.ops._dropout import draw_seed
 from tra.ops._inputs import Visible, without_autocast
 from tra.ops.blockwise import blockwise
+from tra.ops.fused import fused, is_the_best_choice
 from tra.ops.reference import AttentionMap, reference, reference_map
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
@@ -56,12 +59,14 @@ def threshold_relative_attention(
 
     Returns:
         `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0. NaN in, NaN out: a NaN score counts as
-        kept, so that it shows, and a NaN or infinite value may show in any row that sees it or could have.
+        kept, so that it shows, and a NaN or infinite value may show in any row that sees it or could have. A
+        promised `score_bound` is a promise about NaN too: with it, "triton" may stop before it has read one.
     """
     _inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
-    visible = _inputs.visible_keys(query, key, key_mask, key_lengths)
+    plainly_causal = key_mask is None and key_lengths is None
+    visible = None if plainly_causal else _inputs.visible_keys(query, key, key_mask, key_lengths)
     return _dispatch(query, key, value, log_forget, visible, scale, threshold, score_bound, dropout, tolerance, impl)
 
 
@@ -160,7 +165,7 @@ def _dispatch(
     key: Tensor,
     value: Tensor,
     log_forget: Tensor,
-    visible: Visible,
+    visible: Visible | None,
     scale: float,
     threshold: float,
     score_bound: float | None,
@@ -168,29 +173,23 @@ def _dispatch(
     tolerance: float | None,
     impl: str,
 ) -> Tensor:
+    """`visible` is None where queries see all keys up to their own."""
     if impl == "auto":
-        impl = "reference" if key.shape[2] <= REFERENCE_UP_TO else "blockwise"
+        if is_the_best_choice(query, value):
+            impl = "triton"
+        else:
+            impl = "reference" if key.shape[2] <= REFERENCE_UP_TO else "blockwise"
+    elif impl not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown impl {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
     seed = draw_seed(query.device) if dropout > 0 else None
     tolerance = _inputs.default_tolerance(query.dtype) if tolerance is None else tolerance
+    options: dict[str, Any] = {"scale": scale, "threshold": threshold, "dropout": dropout, "seed": seed}
+    stop: dict[str, Any] = {"score_bound": score_bound, "tolerance": tolerance}
     with without_autocast(query.device):  # one precision for the scores, whoever calls
+        if impl == "triton":
+            return fused(query, key, value, log_forget, visible, **options, **stop)
+        if visible is None:
+            visible = _inputs.visible_keys(query, key, None, None)
         if impl == "reference":
-            return reference(
-                query, key, value, log_forget, visible, scale=scale, threshold=threshold, dropout=dropout, seed=seed
-            )
-        if impl == "blockwise":
-            return blockwise(
-                query,
-                key,
-                value,
-                log_forget,
-                visible,
-                scale=scale,
-                threshold=threshold,
-                score_bound=score_bound,
-                dropout=dropout,
-                seed=seed,
-                tolerance=tolerance,
-            )
-    if impl == "triton":
-        raise RuntimeError("impl='triton' is not available: the fused kernels are not part of this version")
-    raise ValueError(f"unknown impl {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
+            return reference(query, key, value, log_forget, visible, **options)
+        return blockwise(query, key, value, log_forget, visible, **options, **stop)

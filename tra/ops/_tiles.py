@@ -1,0 +1,130 @@
+"""Block shapes of the fused kernels: a short list per head width, of which the first that fits the device is taken.
+
+What fits is a matter of shared memory, never of a GPU's name, and the last of every list fits any GPU since Ampere.
+The order is what an H200 measured. With `TRA_AUTOTUNE=1` the first call of a kind (dtype, width, length up to the next
+power of two) measures the whole list instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+
+class Forward(NamedTuple):
+    """Rows and keys of a block, warps, and stages of the software pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
+        """Bytes, about: a query block, `stages` blocks of keys and values, the triangle."""
+        return (self.rows * width + self.stages * self.keys * (width + value_width)) * itemsize + self.keys**2 * 2
+
+
+class Backward(NamedTuple):
+    """As above for the two kernels. They share the keys of a block; rows are cut finer for the gradients of keys."""
+
+    keys: int
+    rows: int
+    query_warps: int
+    query_stages: int
+    key_rows: int
+    key_warps: int
+    key_stages: int
+
+    def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
+        both = (width + value_width) * itemsize
+        queries = (self.rows + self.query_stages * self.keys) * both + self.keys**2 * 2
+        keys = (self.keys + self.key_stages * self.key_rows) * both + self.keys * (self.keys + self.key_rows) * 2
+        return max(queries, keys)
+
+
+FORWARD: dict[tuple[int, int], tuple[Forward, ...]] = {
+    # (bytes per number, widest head): best first
+    (2, 64): (Forward(64, 64, 4, 3), Forward(64, 32, 4, 3), Forward(64, 32, 4, 2)),
+    (2, 128): (Forward(128, 64, 8, 3), Forward(64, 64, 4, 2), Forward(64, 32, 4, 2)),
+    (2, 256): (Forward(128, 32, 8, 2), Forward(64, 32, 4, 2), Forward(32, 32, 4, 1)),
+    (4, 64): (Forward(32, 32, 4, 2), Forward(32, 16, 4, 1)),
+    (4, 128): (Forward(32, 32, 4, 2), Forward(16, 16, 4, 1)),
+    (4, 256): (Forward(16, 16, 4, 2), Forward(16, 16, 4, 1)),
+}
+FORWARD_EARLY = FORWARD | {(2, 128): (Forward(64, 32, 4, 3), Forward(64, 32, 4, 2))}
+"""Where walks are short, small blocks waste less."""
+BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
+    (2, 64): (Backward(64, 64, 4, 3, 64, 4, 3), Backward(64, 64, 4, 2, 32, 4, 2), Backward(32, 64, 4, 2, 64, 4, 1)),
+    (2, 128): (Backward(64, 128, 8, 2, 32, 4, 3), Backward(32, 64, 4, 2, 32, 4, 2), Backward(32, 32, 4, 1, 32, 4, 1)),
+    (2, 256): (Backward(32, 64, 8, 2, 32, 8, 2), Backward(32, 32, 4, 1, 32, 4, 1)),
+    (4, 64): (Backward(32, 32, 4, 2, 32, 4, 2), Backward(16, 32, 4, 1, 32, 4, 1)),
+    (4, 128): (Backward(32, 32, 4, 1, 32, 4, 1), Backward(16, 16, 4, 1, 16, 4, 1)),
+    (4, 256): (Backward(16, 16, 4, 1, 16, 4, 1),),
+}
+INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 4, 1, 16, 4, 1))
+"""On a CPU nothing has to fit; unlike sides find more mistakes."""
+
+LEAST = 99 << 10
+"""Shared memory that any GPU since Ampere has, in bytes; PyTorch tells it of NVIDIA's alone."""
+
+Tile = TypeVar("Tile", Forward, Backward)
+_chosen: dict[Hashable, Forward | Backward] = {}
+
+
+def candidates(
+    table: dict[tuple[int, int], tuple[Tile, ...]], width: int, value_width: int, itemsize: int, device: torch.device
+) -> Sequence[Tile]:
+    """The list for a head width, without what surely doesn't fit the device."""
+    if device.type == "cpu":
+        return tuple(tile for tile in INTERPRETED if isinstance(tile, type(next(iter(table.values()))[0])))
+    listed = next(
+        tiles for (size, widest), tiles in table.items() if size == itemsize and max(width, value_width) <= widest
+    )
+    available: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST)
+    fitting = [tile for tile in listed if tile.shared_memory(width, value_width, itemsize) <= available]
+    return fitting or listed[-1:]
+
+
+def run(kind: Hashable, length: int, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> None:
+    """Launch with the kind's tile, chosen on the first call; `launch` may be called several times then."""
+    tune = os.environ.get("TRA_AUTOTUNE", "0") not in ("", "0")
+    kind = (kind, type(tiles[0]), length.bit_length() if tune else None)
+    if kind in _chosen:
+        launch(_chosen[kind])  # type: ignore[arg-type]
+    elif tune and len(tiles) > 1 and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        _chosen[kind] = min(tiles, key=lambda tile: _milliseconds(lambda: launch(tile)))
+        launch(_chosen[kind])  # type: ignore[arg-type]
+    else:
+        _chosen[kind] = _first_that_runs(tiles, launch)
+
+
+def _first_that_runs(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    from triton.runtime.errors import OutOfResources
+
+    for tile in tiles[:-1]:
+        try:
+            launch(tile)
+        except OutOfResources:
+            continue
+        return tile
+    launch(tiles[-1])
+    return tiles[-1]
+
+
+def _milliseconds(call: Callable[[], None]) -> float:
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        call()
+    except OutOfResources:
+        return float("inf")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

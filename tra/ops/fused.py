@@ -1,0 +1,346 @@
+"""The walk as fused Triton kernels: forward and backward, registered as operators.
+
+`_kernels.py` has the kernels, `_tiles.py` their block shapes; this file prepares their arguments. Triton is imported
+at the first call, so that nobody needs it who doesn't use it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tra.ops import _tiles
+from tra.ops._inputs import Visible, without_autocast
+from tra.ops._layout import without_padding
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WIDEST_HEAD = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRANSIENT_BYTES = 256 * 2**20
+"""What backward may hold beside its results (a number per query row and key block, for a chunk of rows), at least."""
+TRANSIENT_SHARE = 64
+"""It may hold this part of a GPU's memory: fewer chunks, fewer sums over chunks."""
+LOG2_E = math.log2(math.e)
+
+
+def why_not(query: Tensor, value: Tensor) -> str | None:
+    """Why the kernels can't take these tensors; None if they can."""
+    if not HAS_TRITON:
+        return "Triton is not installed (pip install triton)"
+    if not query.is_cuda and not (query.device.type in ("cpu", "meta") and _interpreting()):
+        return f"the tensors are on {query.device}: it needs a CUDA device, or TRITON_INTERPRET=1 for tests on a CPU"
+    if query.dtype == torch.bfloat16 and not query.is_cuda:
+        return "Triton's interpreter has no products of bfloat16"
+    if query.dtype not in DTYPES:
+        return f"it computes in float16, bfloat16 and float32, not in {query.dtype}"
+    if max(query.shape[3], value.shape[3]) > WIDEST_HEAD:
+        return f"heads are at most {WIDEST_HEAD} wide, got {max(query.shape[3], value.shape[3])}"
+    return None
+
+
+def is_the_best_choice(query: Tensor, value: Tensor) -> bool:
+    """Whether "auto" takes the kernels: on NVIDIA GPUs since Ampere. AMD's are untested, so only by name."""
+    if not query.is_cuda or torch.version.hip is not None or why_not(query, value):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    visible: Visible | None,
+    *,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    seed: Tensor | None,
+    tolerance: float,
+) -> Tensor:
+    """Same result as `reference` up to rounding and `tolerance`. `visible` is None where all is plainly causal."""
+    reason = why_not(query, value)
+    if reason is not None:
+        raise RuntimeError(f"impl='triton' is not available: {reason}")
+    first = last = None
+    if visible is not None:
+        first, last, key_mask = visible
+        if key_mask is not None:
+            key, value, first, last = without_padding(key, value, first, last, key_mask)
+        first, last = (x.to(torch.int32).contiguous() for x in (first, last))
+    if scale < 0:
+        query, scale = -query, -scale
+    inputs = (query, key, value, log_forget)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return torch.ops.tra.fused_forward(
+        *inputs, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training
+    )[0]
+
+
+@lru_cache(maxsize=64)
+def _cut(scale: float, threshold: float) -> float:
+    """The largest float32 x with `x · scale <= threshold` in float32: `x <= cut` decides as the definition does."""
+    scale, threshold = _float32(scale), _float32(threshold)
+    low, high = _order(-math.inf), _order(math.inf)
+    while low < high:  # the product is monotone in x
+        middle = (low + high + 1) // 2
+        if _float32(_unorder(middle) * scale) <= threshold:
+            low = middle
+        else:
+            high = middle - 1
+    return _unorder(low)
+
+
+def _float32(x: float) -> float:
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def _order(x: float) -> int:
+    """float32 as integers in the same order."""
+    bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
+    return bits if bits >= 0 else -(bits & 0x7FFFFFFF)
+
+
+def _unorder(number: int) -> float:
+    bits = number if number >= 0 else -number | 0x80000000
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def _online(dtype: torch.dtype, threshold: float, score_bound: float | None) -> bool:
+    """Whether the softmax needs a running maximum: without a promised bound, or with one that is too far from it.
+
+    With the bound as fixed reference a row's sum may be as small as exp(max(threshold, -bound) - bound); in float16
+    weights that small vanish earlier, and float32 loses digits to a reference far above the logits.
+    """
+    if score_bound is None or dtype == torch.float32:
+        return True
+    span = score_bound - max(threshold, -score_bound)
+    return span > (20.0 if dtype == torch.float16 else 60.0)
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty_out(query: Tensor, width: int) -> Tensor:
+    """`[B, H, Tq, width]`, with heads beside each other in memory where the queries' are."""
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, width).transpose(1, 2)
+    return query.new_empty(batch, heads, length, width)
+
+
+def _empty_low(query: Tensor, width: int, training: bool) -> Tensor:
+    """float32 is exact enough as it is."""
+    return _empty_out(query, width) if training and query.dtype != torch.float32 else query.new_empty(0)
+
+
+def _shape_options(query: Tensor, value: Tensor, first: Tensor | None, dropout: float) -> dict[str, Any]:
+    return {
+        "D": query.shape[3],
+        "DV": value.shape[3],
+        "BD": _padded(query.shape[3]),
+        "BDV": _padded(value.shape[3]),
+        "RANGES": first is not None,
+        "DROPOUT": dropout > 0,
+        "PRECISION": "ieee",  # of float32; half precision has no other
+    }
+
+
+def _transient_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return TRANSIENT_BYTES
+    return max(TRANSIENT_BYTES, torch.cuda.get_device_properties(device).total_memory // TRANSIENT_SHARE)
+
+
+def _drop_arguments(dropout: float) -> tuple[int, float]:
+    return int(dropout * 2**32), 1 / (1 - dropout)
+
+
+@torch.library.custom_op("tra::fused_forward", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    tolerance: float,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output; what rounding cut off it; reference and sum of the weights, `[B, H, Tq]`; the oldest key each row read.
+
+    Without its low part a rounded output would be felt in the gradients: backward subtracts two numbers that it nearly
+    makes equal. It is empty unless `training`.
+    """
+    from tra.ops import _kernels
+
+    batch, heads, n_queries, width = query.shape
+    kv_heads, n_keys = key.shape[1:3]
+    out, low = _empty_out(query, value.shape[3]), _empty_low(query, value.shape[3], training)
+    reference, total = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(2))
+    stop = query.new_empty(query.shape[:3], dtype=torch.int32)
+    online = _online(query.dtype, threshold, score_bound)
+    early = tolerance > 0
+    norms = early and score_bound is None
+    longest = reference  # not read
+    exact = query.dtype == torch.float32
+    unit = 1.0 if exact else LOG2_E
+    bound = 0.0 if score_bound is None else score_bound * unit
+    if norms:
+        longest = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float64).amax(-1).float()
+        bound = scale * unit * (1 + (width + 16) * 2.0**-23)  # a computed product exceeds the norms' by D roundings
+    q, k, v = (_rows_contiguous(x) for x in (query, key, value))
+    options = _shape_options(query, value, first, dropout) | {
+        "ONLINE": online,
+        "NORMS": norms,
+        "EARLY": early,
+        "EXACT": exact,
+        "KEEP_LOW": training and not exact,
+        "SHIFT": 15.0 if query.dtype == torch.float16 else 0.0,
+    }
+
+    def launch(tile: _tiles.Forward) -> None:
+        blocks = -(-n_queries // tile.rows)
+        _kernels.forward_kernel[(blocks * batch * heads,)](
+            q, k, v, log_forget, first, last, longest, seed, out, low, reference, total, stop,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
+            n_queries, n_keys, heads, heads // kv_heads, scale * unit, _cut(scale, threshold), bound,
+            math.log(tolerance) * unit if early else 0.0, *_drop_arguments(dropout),
+            **options, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    table = _tiles.FORWARD_EARLY if early else _tiles.FORWARD
+    tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
+    _tiles.run((query.dtype, *options.values()), n_keys, tiles, launch)
+    return out, low, reference, total, stop
+
+
+@_forward.register_fake
+def _(query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training):  # type: ignore[no-untyped-def]
+    return (
+        _empty_out(query, value.shape[3]),
+        _empty_low(query, value.shape[3], training),
+        query.new_empty(query.shape[:3], dtype=torch.float32),
+        query.new_empty(query.shape[:3], dtype=torch.float32),
+        query.new_empty(query.shape[:3], dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("tra::fused_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    low: Tensor,
+    reference: Tensor,
+    total: Tensor,
+    stop: Tensor,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    early: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two kernels over chunks of query rows, so that what one leaves for the other stays within bounds."""
+    from tra.ops import _kernels
+
+    batch, heads, n_queries, _ = query.shape
+    kv_heads, n_keys = key.shape[1:3]
+    q, k, v, g = (_rows_contiguous(x) for x in (query, key, value, grad_out))
+    grad_query, grad_key, grad_value, grad_forget = (torch.empty_like(x) for x in (query, key, value, log_forget))
+    inner, slopes = (torch.empty_like(reference) for _ in range(2))
+    exact = query.dtype == torch.float32
+    online = _online(query.dtype, threshold, score_bound)
+    options = _shape_options(query, value, first, dropout) | {"ONLINE": online, "EXACT": exact}
+    numbers = (scale, scale * (1.0 if exact else LOG2_E), _cut(scale, threshold), *_drop_arguments(dropout))
+
+    def launch(tile: _tiles.Backward) -> None:
+        n_blocks = -(-n_keys // tile.keys)
+        rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
+        once = rows >= n_queries
+        grad_k, grad_v = (
+            (grad_key, grad_value) if once else (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
+        )
+        for chunk in range(0, n_queries, rows):
+            blocks = -(-min(rows, n_queries - chunk) // tile.rows)
+            n_rows = blocks * tile.rows
+            # Keys beyond the chunk's last query: plainly causal rows don't see them, nobody has to visit them.
+            seen = n_keys if once or first is not None else min(n_keys, n_keys - n_queries + chunk + n_rows)
+            seen = -(-seen // tile.keys)
+            offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
+            span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
+            sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
+            _kernels.query_gradient_kernel[(blocks * batch * heads,)](
+                q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop,
+                grad_query, grad_forget, inner, slopes, offsets, span,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
+                *g.stride()[:3], *grad_query.stride()[:3], *grad_forget.stride(), *sizes, *numbers,
+                **options, EARLY=early,
+                BM=tile.rows, BN=tile.keys, num_warps=tile.query_warps, num_stages=tile.query_stages,
+            )  # fmt: skip
+            _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
+                q, k, v, first, last, seed, g, total, grad_k, grad_v, inner, slopes, offsets, span,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
+                *grad_k.stride()[:3], *grad_v.stride()[:3], seen, *sizes, *numbers,
+                **options, SKIP=early or first is not None, ACCUMULATE=not once,
+                RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
+                BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
+            )  # fmt: skip
+        if not once:
+            grad_key.copy_(grad_k)
+            grad_value.copy_(grad_v)
+
+    tiles = _tiles.candidates(_tiles.BACKWARD, options["BD"], options["BDV"], q.element_size(), q.device)
+    _tiles.run((query.dtype, early, *options.values()), n_keys, tiles, launch)
+    return grad_query, grad_key, grad_value, grad_forget
+
+
+@_backward.register_fake
+def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), torch.empty_like(log_forget)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, _ = inputs
+    ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output)
+    ctx.options = (scale, threshold, score_bound, dropout, tolerance > 0)
+
+
+def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
+    with without_autocast(grad_out.device):
+        grads = torch.ops.tra.fused_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    return *grads, *(None,) * 9
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)

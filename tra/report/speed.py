@@ -1,0 +1,54 @@
+"""How the operator's time grows with length, beside SDPA's: one figure from a GPU's `tra bench op`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from tra.report._style import COLOURS, SETTINGS
+
+LINES = {
+    # (contender, gates): label, colour, line
+    ("SDPA flash", "init"): ("SDPA flash", "#D55E00", "-"),
+    ("SDPA cuDNN", "init"): ("SDPA cuDNN", "#E69F00", "-"),
+    ("tra, full walk", "init"): ("TRA, every key read", COLOURS["tra-threshold-only"], "-"),
+    ("tra", "-0.01"): ("TRA, δ = −0.01", COLOURS["tra"], ":"),
+    ("tra", "-0.05"): ("TRA, δ = −0.05", COLOURS["tra"], "--"),
+    ("tra", "init"): ("TRA, gates at initialisation", COLOURS["tra"], "-"),
+}
+
+
+def write_speed_figure(result: dict[str, Any], out: Path) -> Path:
+    """Microseconds per 1,000 tokens against length, forward and with backward, heads of 64."""
+    modes = ("forward", "forward and backward")
+    with plt.rc_context(SETTINGS):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, sharey=True)
+        for axis, mode in zip(axes, modes, strict=True):
+            for (contender, gates), (label, colour, line) in LINES.items():
+                rows = [
+                    row
+                    for row in result["rows"]
+                    if (row.get("contender"), row.get("gates"), row.get("mode")) == (contender, gates, mode)
+                    and (row["width"], row["content"]) == (64, "dense")
+                    and "ms" in row
+                ]
+                rows.sort(key=lambda row: row["length"])
+                lengths = [row["length"] for row in rows]
+                per_token = [1e6 * row["ms"] / (row["length"] * row["batch"]) for row in rows]
+                axis.plot(lengths, per_token, line, color=colour, marker="o", markersize=3, label=label)
+            axis.set(xscale="log", yscale="log", title=mode, xlabel="tokens of a sequence")
+            axis.set_xticks([2**n for n in (8, 10, 12, 14, 16, 17, 20)])
+            axis.set_xticklabels(["256", "1k", "4k", "16k", "64k", "128k", "1M"])
+            axis.minorticks_off()
+        if not axes[0].lines or not any(len(line.get_xdata()) for line in axes[0].lines):
+            raise ValueError("the result has no rows of the kernels: it comes from a machine without a GPU")
+        axes[0].set_ylabel("µs per 1,000 tokens")
+        axes[1].legend(fontsize=8)
+        device = result["environment"]["device"]
+        figure.suptitle(f"Attention, 8 heads of 64, bfloat16, {device}", fontsize=10)
+        figure.tight_layout()
+        figure.savefig(out)
+        plt.close(figure)
+    return out
