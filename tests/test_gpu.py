@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tra.checkpoint import load_tensors
+from tra.ops import api
 from tra.presets import preset
 from tra.rows import read_rows
 from tra.run import RunFolder
@@ -74,3 +76,20 @@ def test_sampling_is_reproducible(name: str) -> None:
     first, again = (task.sample("train", 32, generator(1, "train", 2, "cuda"), "cuda") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert first.tokens.device.type == "cuda"
+
+
+def test_a_short_training_curve_is_the_reference_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to it, on average, than a run from another seed is."""
+
+    def curve(name: str, seed: int) -> list[float]:
+        config = preset("flipflop").override(["train.steps=400", "train.log_every=10", f"train.seed={seed}"])
+        train(config, tmp_path / name, device=torch.device("cuda"))
+        return losses(tmp_path / name)
+
+    def apart(a: list[float], b: list[float]) -> float:
+        return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True)) / len(a)
+
+    kernels = curve("kernels", 0)
+    monkeypatch.setattr(api, "is_the_best_choice", lambda *_: False)
+    reference, other_seed = curve("reference", 0), curve("other-seed", 1)
+    assert apart(kernels, reference) < apart(reference, other_seed)

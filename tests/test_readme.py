@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,36 @@ def test_its_numbers_are_those_of_the_logs() -> None:
     bench = json.loads((ROOT / "results/bench/op-cpu.json").read_text())
     assert f"{bench['speedup']:.1f} times as fast" in README
     assert f"it took {bench['memory_ratio']:.2f} of the memory" in README
+
+
+def test_its_speeds_are_those_of_the_log() -> None:
+    rows = json.loads((ROOT / "results/bench/op-h200.json").read_text())["rows"]
+
+    def find(contender: str, mode: str, length: int, gates: str = "init", content: str = "dense") -> dict[str, Any]:
+        wanted = {"contender": contender, "mode": mode, "length": length, "gates": gates, "content": content}
+        (row,) = [row for row in rows if row["width"] == 64 and wanted.items() <= row.items()]
+        return row
+
+    for label, contender, gates, content, lengths, digits in (
+        ("gates at initialisation", "tra", "init", "dense", (16_384, 65_536), 1),
+        ("δ = −0.05", "tra", "-0.05", "dense", (16_384, 65_536), 1),
+        ("a trained model's heads (flip-flop)", "tra", "init", "trained", (16_384,), 1),
+        ("every key read (`tolerance=0.0`)", "tra, full walk", "init", "dense", (16_384, 65_536), 2),
+        ("1 % of the keys kept", "tra", "init", "sparse", (16_384,), 2),
+        ("one row in 64 keeps nothing", "tra", "init", "null rows", (16_384,), 2),
+    ):
+        cells = []
+        for mode in ("forward", "forward and backward"):
+            found = [find(contender, mode, length, gates, content)["times_flash"] for length in lengths]
+            cells += [f" {times:.{digits}f}× " for times in found] + [" "] * (2 - len(found))
+        assert f"| {label} |{'|'.join(cells)}|" in README
+    ours, plain = (find(name, "forward and backward", 4096) for name in ("tra", "plain, compiled"))
+    assert f"{plain['ms'] / ours['ms']:.0f} times as\nfast with backward" in README
+    assert f"in a {plain['peak_mib'] / ours['peak_mib']:.0f}th of the memory" in README
+    assert f"({find('tra, full walk', 'forward', 256)['times_flash']:.2f}× forward at 256" in README
+    million = find("tra", "forward and backward", 2**20)
+    assert f"{million['ms'] / 1000:.2f} s, {million['peak_mib'] / 1024:.0f} GiB" in README
+    assert million["finite"]
 
 
 def test_its_names_exist() -> None:

@@ -29,6 +29,12 @@ WIDTHS = (16, 24, 64, 80, 128, 192, 256)
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 
 
+@pytest.fixture(autouse=True)
+def stops_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are short; the early stop is what most of them are about."""
+    monkeypatch.setattr(fused, "EARLY_ABOVE", 0)
+
+
 def inputs_here(*args: int, **options: object) -> Inputs:
     return exact_inputs(*args, **options).on(DEVICE)
 
@@ -281,6 +287,16 @@ def test_dropped_weight_is_within_tolerance(content: str, gate: float, tolerance
         stop = oldest_read((*half, log_forget), tolerance, score_bound=score_bound)
         unread = torch.arange(length, device=DEVICE) < stop[..., None]
         assert float(torch.where(unread, exact, 0.0).sum(-1).max()) <= tolerance
+
+
+def test_short_sequences_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit the full walk, though a head that forgets could stop."""
+    query, key, value = contents("dense", 5, 300)
+    inputs = (query, key, value, torch.full((1, 1, 300), -0.5, device=DEVICE))
+    full = tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.0)
+    assert not torch.equal(tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.3), full)
+    monkeypatch.setattr(fused, "EARLY_ABOVE", 300)
+    assert torch.equal(tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.3), full)
 
 
 def test_a_forgetful_head_stops_and_a_remembering_one_does_not() -> None:

@@ -25,6 +25,8 @@ WIDEST_HEAD = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRANSIENT_BYTES = 256 * 2**20
 """What backward may hold beside its results (a number per query row and key block, for a chunk of rows), at least."""
+EARLY_ABOVE = 1024
+"""Keys above which a walk is asked whether it may stop. Up to here asking costs more than what is left to read."""
 TRANSIENT_SHARE = 64
 """It may hold this part of a GPU's memory: fewer chunks, fewer sums over chunks."""
 LOG2_E = math.log2(math.e)
@@ -82,6 +84,8 @@ def fused(
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
     if scale < 0:
         query, scale = -query, -scale
+    if key.shape[2] <= EARLY_ABOVE:
+        tolerance = 0.0
     inputs = (query, key, value, log_forget)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return torch.ops.tra.fused_forward(

@@ -39,13 +39,13 @@ def write_speed_figure(result: dict[str, Any], out: Path) -> Path:
                 per_token = [1e6 * row["ms"] / (row["length"] * row["batch"]) for row in rows]
                 axis.plot(lengths, per_token, line, color=colour, marker="o", markersize=3, label=label)
             axis.set(xscale="log", yscale="log", title=mode, xlabel="tokens of a sequence")
-            axis.set_xticks([2**n for n in (8, 10, 12, 14, 16, 17, 20)])
-            axis.set_xticklabels(["256", "1k", "4k", "16k", "64k", "128k", "1M"])
+            axis.set_xticks([2**n for n in (8, 10, 12, 14, 16, 18, 20)])
+            axis.set_xticklabels(["256", "1k", "4k", "16k", "64k", "256k", "1M"])
             axis.minorticks_off()
         if not axes[0].lines or not any(len(line.get_xdata()) for line in axes[0].lines):
             raise ValueError("the result has no rows of the kernels: it comes from a machine without a GPU")
         axes[0].set_ylabel("µs per 1,000 tokens")
-        axes[1].legend(fontsize=8)
+        axes[0].legend(fontsize=8)
         device = result["environment"]["device"]
         figure.suptitle(f"Attention, 8 heads of 64, bfloat16, {device}", fontsize=10)
         figure.tight_layout()
