@@ -26,7 +26,9 @@ DTYPES = pytest.mark.parametrize(
     ids=lambda dtype: str(dtype)[6:],
 )
 WIDTHS = (16, 24, 64, 80, 128, 192, 256)
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(  # of the interpreter
+    "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
+)
 
 
 @pytest.fixture(autouse=True)
