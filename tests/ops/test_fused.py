@@ -193,6 +193,26 @@ def test_packed_sequences_equal_one_by_one(lengths: list[int]) -> None:
     compare.assert_within_rule(got, plainly, expected, floor)
 
 
+@DTYPES
+def test_any_layout_in_memory(dtype: torch.dtype) -> None:
+    """Columns apart, heads beside each other, a batch that is one tensor twice, gradients that are one number."""
+    query, key, value, log_forget = (x.detach() for x in inputs_here(4, n_queries=100, dtype=dtype))
+    laid_out = (
+        query.mT.contiguous().mT,
+        key.mT.contiguous().mT,
+        value.transpose(1, 2).contiguous().transpose(1, 2),
+        log_forget.transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    plainly = Inputs(*(x.clone().contiguous().requires_grad_() for x in (query, key, value, log_forget)))
+    for given, usual in ((laid_out, plainly), (tuple(x[:1].expand_as(x) for x in laid_out), None)):
+        leaves = Inputs(*(x.requires_grad_() for x in given))
+        if usual is None:
+            usual = Inputs(*(x.detach().contiguous().requires_grad_() for x in leaves))
+        grad_out = torch.ones((), device=DEVICE).expand(2, 2, 100, 16)
+        for got, want in zip(run(leaves, grad_out, "triton"), run(usual, grad_out, "triton"), strict=True):
+            assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_dropout_is_the_reference_s_dropout(masked: bool) -> None:
     inputs = inputs_here(6, heads=4, kv_heads=2, n_queries=100, n_keys=150)

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import struct
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -145,6 +146,17 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _empty_gradient(x: Tensor) -> Tensor:
+    """Laid out as x, but rows contiguous."""
+    contiguous = torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format
+    return torch.empty_like(x, memory_format=contiguous)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whichever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _empty_out(query: Tensor, width: int) -> Tensor:
     """`[B, H, Tq, width]`, with heads beside each other in memory where the queries' are."""
     batch, heads, length, _ = query.shape
@@ -240,7 +252,8 @@ def _forward(
 
     table = _tiles.FORWARD_EARLY if early else _tiles.FORWARD
     tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
-    _tiles.run((query.dtype, *options.values()), n_keys, tiles, launch)
+    with _on(q.device):
+        _tiles.run((q.device, query.dtype, *options.values()), n_keys, tiles, launch)
     return out, low, reference, total, stop
 
 
@@ -282,9 +295,12 @@ def _backward(
     batch, heads, n_queries, _ = query.shape
     kv_heads, n_keys = key.shape[1:3]
     q, k, v, g = (_rows_contiguous(x) for x in (query, key, value, grad_out))
-    grad_query, grad_key, grad_value, grad_forget = (torch.empty_like(x) for x in (query, key, value, log_forget))
+    grad_query, grad_key, grad_value = (_empty_gradient(x) for x in (query, key, value))
+    grad_forget = torch.empty_like(log_forget)
     inner, slopes = (torch.empty_like(reference) for _ in range(2))
     exact = query.dtype == torch.float32
+    if low.numel() == 0 and not exact:  # whoever called didn't say that gradients are wanted
+        low = torch.zeros_like(out)
     online = _online(query.dtype, threshold, score_bound)
     options = _shape_options(query, value, first, dropout) | {"ONLINE": online, "EXACT": exact}
     numbers = (scale, scale * (1.0 if exact else LOG2_E), _cut(scale, threshold), *_drop_arguments(dropout))
@@ -326,13 +342,14 @@ def _backward(
             grad_value.copy_(grad_v)
 
     tiles = _tiles.candidates(_tiles.BACKWARD, options["BD"], options["BDV"], q.element_size(), q.device)
-    _tiles.run((query.dtype, early, *options.values()), n_keys, tiles, launch)
+    with _on(q.device):
+        _tiles.run((q.device, query.dtype, early, *options.values()), n_keys, tiles, launch)
     return grad_query, grad_key, grad_value, grad_forget
 
 
 @_backward.register_fake
 def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), torch.empty_like(log_forget)
+    return *(_empty_gradient(x) for x in (query, key, value)), torch.empty_like(log_forget)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
