@@ -126,7 +126,7 @@ def assert_within_rule(
 
 
 def _rms(error: Tensor) -> float:
-    """Over the whole tensor, so that one wrong element shows and the luck of a single rounding doesn't."""
+    """Over the whole tensor: a row or a block gone wrong shows, the luck of a single rounding doesn't."""
     return float(error.square().mean().sqrt())
 
 

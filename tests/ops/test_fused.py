@@ -150,6 +150,36 @@ def test_gates(gate: float, score_bound: float | None) -> None:
     check(inputs, causal(150, 150), {"scale": 0.125}, scale=0.125, score_bound=score_bound)
 
 
+@pytest.mark.parametrize("score_bound", [None, 2.0, 8.0])
+@pytest.mark.parametrize("gate", [-20.0, -100.0, -1000.0])
+def test_a_steep_gate_with_dropped_keys_nearby(gate: float, score_bound: float | None) -> None:
+    """The nearest kept key takes all, however many dropped ones lie right of it."""
+    query, key, value, _ = (x.detach() for x in inputs_here(2, batch=1, n_queries=150, dtype=torch.float16))
+    key[:, :, 20:] = 0.0
+    query, key = (x.clamp(-1, 1) / 4 for x in (query, key))
+    log_forget = torch.full((1, 2, 150), gate, device=DEVICE)
+    leaves = tuple(x.requires_grad_() for x in (query, key, value, log_forget))
+    out = tra.threshold_relative_attention(*leaves, score_bound=score_bound, impl="triton")
+    exact = tuple(x.detach().double().requires_grad_() for x in leaves)
+    want = tra.threshold_relative_attention(*exact, impl="reference")
+    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3)
+    for got, right in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), exact), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_dropout_does_not_overflow_a_half(rate: float) -> None:
+    ones = torch.ones(1, 1, 40, 16, device=DEVICE, dtype=torch.float16)
+    inputs = Inputs(ones, ones, ones, torch.zeros(1, 1, 40, device=DEVICE)).on(DEVICE)
+    results = []
+    for leaves, impl in ((inputs, "triton"), (inputs.to(torch.float64), "reference")):
+        torch.manual_seed(3)
+        out = tra.threshold_relative_attention(*leaves, dropout=rate, score_bound=4.0, impl=impl)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    for got, right in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), right.double(), rtol=5e-3, atol=2e-2)
+
+
 @pytest.mark.parametrize("score_bound", [None, 8.0])
 def test_rows_that_keep_nothing(score_bound: float | None) -> None:
     query, key, value, log_forget = exact_inputs(3, batch=1, n_queries=150, dtype=torch.float16)
@@ -193,9 +223,12 @@ def test_packed_sequences_equal_one_by_one(lengths: list[int]) -> None:
     compare.assert_within_rule(got, plainly, expected, floor)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @DTYPES
-def test_any_layout_in_memory(dtype: torch.dtype) -> None:
+def test_any_layout_in_memory(dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns apart, heads beside each other, a batch that is one tensor twice, gradients that are one number."""
+    if chunked:
+        monkeypatch.setattr(fused, "_transient_bytes", lambda _: 1)
     query, key, value, log_forget = (x.detach() for x in inputs_here(4, n_queries=100, dtype=dtype))
     laid_out = (
         query.mT.contiguous().mT,
@@ -375,7 +408,7 @@ def test_nan_shows() -> None:
 
 @pytest.mark.gpu
 @DTYPES
-@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("width", [16, 64, 128, 192, 256])
 def test_all_passes_keep_the_same_keys(width: int, dtype: torch.dtype) -> None:
     """Unit vectors as values and as gradients: the output is then a row of weights, and so is each value's gradient.
 

@@ -61,17 +61,17 @@ def _log(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _slopes(p_forget, m_m, ONLINE: tl.constexpr, EXACT: tl.constexpr):
+def _slopes(p_forget, m_m, ONLINE: tl.constexpr, EXACT: tl.constexpr, STEEPEST: tl.constexpr):
     """δ in the unit of logits.
 
-    Where scores are bounded (not ONLINE) a slope of -120 already leaves the nearest kept key alone, and no power of
+    Where scores are bounded (not ONLINE) the steepest slope already leaves the nearest kept key alone, and no power of
     what lies right of it overflows.
     """
     b_slope = tl.load(p_forget, mask=m_m, other=0.0)
     if not EXACT:
         b_slope *= LOG2_E
     if not ONLINE:
-        b_slope = tl.maximum(b_slope, -120.0)
+        b_slope = tl.maximum(b_slope, -STEEPEST)
     return b_slope
 
 
@@ -147,7 +147,7 @@ def _ranges(FIRST, LAST, b, start, n_queries, n_keys, BM: tl.constexpr, BN: tl.c
 @triton.jit
 def _forward_block(
     b_q, b_o, b_total, b_ref, b_count, b_slope, b_first, b_last, b_row, triangle, p_k, p_v, SEED, j,
-    stride_k, stride_v, n_keys, score_scale, cut, drop_below, drop_scale,
+    stride_k, stride_v, n_keys, score_scale, cut, drop_below,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,7 @@ def _forward_block(
     b_count += tl.max(b_n, 1)  # the count of the block's first key is the block's
     if DROPOUT:
         b_stays = _mix(b_row[:, None] ^ _dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
-        b_p = tl.where(b_stays, b_p * drop_scale, 0.0)
+        b_p = tl.where(b_stays, b_p, 0.0)  # scaled up at the end: a half might not hold it
     b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)  # [BM, BN] @ [BN, BDV] -> [BM, BDV]
     return b_o, b_total, b_ref, b_count
 
@@ -190,7 +190,7 @@ def _forward_block(
 @triton.jit
 def _walk(
     b_q, b_o, b_total, b_ref, b_count, b_slope, b_bound, b_geometric, b_first, b_last, b_row, triangle, p_k, p_v, SEED,
-    j, oldest, steps, end, stride_k, stride_v, n_keys, score_scale, cut, log_tolerance, drop_below, drop_scale,
+    j, oldest, steps, end, stride_k, stride_v, n_keys, score_scale, cut, log_tolerance, drop_below,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -206,7 +206,7 @@ def _walk(
         for step in range(now):
             b_o, b_total, b_ref, b_count = _forward_block(
                 b_q, b_o, b_total, b_ref, b_count, b_slope, b_first, b_last, b_row, triangle, p_k, p_v, SEED, j - step,
-                stride_k, stride_v, n_keys, score_scale, cut, drop_below, drop_scale,
+                stride_k, stride_v, n_keys, score_scale, cut, drop_below,
                 D, DV, BD, BDV, BN, MASKED, RANGES, ONLINE, EXACT, DROPOUT, PRECISION,
             )  # fmt: skip
         j -= now
@@ -237,7 +237,8 @@ def forward_kernel(
     n_queries, n_keys, heads, group, score_scale, cut, bound, log_tolerance, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr,
-    DROPOUT: tl.constexpr, KEEP_LOW: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, KEEP_LOW: tl.constexpr, SHIFT: tl.constexpr, STEEPEST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of queries walks its keys from right to left.
 
@@ -254,7 +255,7 @@ def forward_kernel(
     o_row = i_bh.to(tl.int64) * n_queries + o_m
     b_q = _load_tile(Q + i_b * stride_qb + i_h * stride_qh, start, stride_q, n_queries, D, BD, BM, True)
     p_forget = FORGET + i_b * stride_fb + i_h * stride_fh + o_m.to(tl.int64) * stride_f
-    b_slope = _slopes(p_forget, m_m, ONLINE, EXACT)
+    b_slope = _slopes(p_forget, m_m, ONLINE, EXACT, STEEPEST)
     b_first, b_last, newest, oldest, whole_from, whole_to = _ranges(
         FIRST, LAST, i_b, start, n_queries, n_keys, BM, BN, RANGES
     )
@@ -289,12 +290,14 @@ def forward_kernel(
         b_o, b_total16, b_ref, b_count, j, oldest, steps = _walk(
             b_q, b_o, b_total16, b_ref, b_count, b_slope, b_bound, b_geometric, b_first, b_last, b_row, triangle,
             p_k, p_v, SEED, j, oldest, steps, end, stride_k, stride_v, n_keys, score_scale, cut, log_tolerance,
-            drop_below, drop_scale, D, DV, BD, BDV, BN, PHASE != 1, RANGES, ONLINE, EARLY, EXACT, DROPOUT, PRECISION,
+            drop_below, D, DV, BD, BDV, BN, PHASE != 1, RANGES, ONLINE, EARLY, EXACT, DROPOUT, PRECISION,
         )  # fmt: skip
     b_total = tl.max(b_total16, 1)
     b_empty = b_total == 0.0
     b_total = tl.where(b_empty, 1.0, b_total)
     b_o = b_o / b_total[:, None]
+    if DROPOUT:
+        b_o *= drop_scale
     _store_tile(OUT + i_b * stride_ob + i_h * stride_oh, start, stride_o, n_queries, b_o, DV, BDV, BM)
     if KEEP_LOW:
         b_low = b_o - b_o.to(OUT.dtype.element_ty).to(tl.float32)
@@ -357,7 +360,7 @@ def query_gradient_kernel(
     chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The forward's walk again, for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
@@ -382,7 +385,7 @@ def query_gradient_kernel(
         b_low = _load_tile(LOW + i_b * stride_ob + i_h * stride_oh, start, stride_o, n_queries, DV, BDV, BM, True)
         b_inner = tl.sum(b_do.to(tl.float32) * (b_out.to(tl.float32) + b_low.to(tl.float32)), 1)
     p_forget = FORGET + i_b * stride_fb + i_h * stride_fh + o_m.to(tl.int64) * stride_f
-    b_slope = _slopes(p_forget, m_m, ONLINE, EXACT)
+    b_slope = _slopes(p_forget, m_m, ONLINE, EXACT, STEEPEST)
     tl.store(SLOPES + o_row, b_slope, mask=m_m)
     b_ref = tl.load(REF + o_row, mask=m_m, other=0.0)
     b_scale = 1.0 / tl.load(TOTAL + o_row, mask=m_m, other=1.0) if EXACT else b_ref

@@ -82,6 +82,7 @@ def fused(
         first, last, key_mask = visible
         if key_mask is not None:
             key, value, first, last = without_padding(key, value, first, last, key_mask)
+        last = last.clamp(max=key.shape[2] - 1)  # lengths on a GPU aren't checked, and must not lead astray
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
     if scale < 0:
         query, scale = -query, -scale
@@ -138,6 +139,15 @@ def _online(dtype: torch.dtype, threshold: float, score_bound: float | None) -> 
     return span > (20.0 if dtype == torch.float16 else 60.0)
 
 
+def _steepest(dtype: torch.dtype) -> float:
+    """The slope, in powers of two, beyond which a gate says nothing new where scores are bounded as `_online` asks.
+
+    It has to exceed the span of the scores (87 powers; 29 in float16) by more than any tolerance shows, and powers up
+    to it, in float16 raised by 15, must not overflow.
+    """
+    return 105.0 if dtype == torch.float16 else 120.0
+
+
 def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
@@ -188,6 +198,13 @@ def _transient_bytes(device: torch.device) -> int:
     return max(TRANSIENT_BYTES, torch.cuda.get_device_properties(device).total_memory // TRANSIENT_SHARE)
 
 
+def _longest(key: Tensor) -> Tensor:
+    """The largest norm of each key head, `[B, Hkv]`; in float64, as squares of small float32 numbers are 0."""
+    at_once = max(1, 2**24 // (key.shape[0] * key.shape[1] * key.shape[3]))  # 128 MiB
+    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64).amax(-1) for part in key.split(at_once, 2)]
+    return torch.stack(norms).amax(0).float()
+
+
 def _drop_arguments(dropout: float) -> tuple[int, float]:
     return int(dropout * 2**32), 1 / (1 - dropout)
 
@@ -228,7 +245,7 @@ def _forward(
     unit = 1.0 if exact else LOG2_E
     bound = 0.0 if score_bound is None else score_bound * unit
     if norms:
-        longest = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float64).amax(-1).float()
+        longest = _longest(key)
         bound = scale * unit * (1 + (width + 16) * 2.0**-23)  # a computed product exceeds the norms' by D roundings
     q, k, v = (_rows_contiguous(x) for x in (query, key, value))
     options = _shape_options(query, value, first, dropout) | {
@@ -238,6 +255,7 @@ def _forward(
         "EXACT": exact,
         "KEEP_LOW": training and not exact,
         "SHIFT": 15.0 if query.dtype == torch.float16 else 0.0,
+        "STEEPEST": _steepest(query.dtype),
     }
 
     def launch(tile: _tiles.Forward) -> None:
@@ -310,7 +328,9 @@ def _backward(
         rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
         once = rows >= n_queries
         grad_k, grad_v = (
-            (grad_key, grad_value) if once else (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
+            (grad_key, grad_value)
+            if once
+            else (torch.zeros_like(x, dtype=torch.float32) for x in (grad_key, grad_value))
         )
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
@@ -326,7 +346,7 @@ def _backward(
                 grad_query, grad_forget, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grad_query.stride()[:3], *grad_forget.stride(), *sizes, *numbers,
-                **options, EARLY=early,
+                **options, EARLY=early, STEEPEST=_steepest(query.dtype),
                 BM=tile.rows, BN=tile.keys, num_warps=tile.query_warps, num_stages=tile.query_stages,
             )  # fmt: skip
             _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
