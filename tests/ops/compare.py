@@ -162,3 +162,19 @@ def padding(side: str, batch: int, length: int) -> Tensor:
         start = {"left": 0, "right": length - size, "middle": length // 3}[side]
         mask[row, start : start + size] = False
     return mask
+
+
+def contents(kind: str, seed: int, length: int, heads: int = 2, kept: float = 0.01) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[1, heads, T, 16]` whose scores are exact, of a kind that an early stop has to cope with."""
+    query, key, _, _ = (x.detach() for x in exact_inputs(seed, batch=1, heads=heads, n_queries=length))
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "sparse":  # few keys have a positive score
+        query, key = query.abs(), -key.abs()
+        lonely = torch.rand(length, generator=generator) < kept
+        key[:, :, lonely] = key[:, :, lonely].abs()
+    elif kind == "null rows":
+        query[:, :, torch.rand(length, generator=generator) < 0.1] = 0.0
+    elif kind == "far and strong":  # weak keys near, the strongest at the far end: what a bound must fear
+        query, key = torch.full_like(query, 2.0), torch.full_like(key, 0.25)
+        key[:, :, : length // 2] = 2.0
+    return query, key

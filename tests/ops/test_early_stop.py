@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tra
-from tests.ops.compare import exact_inputs
+from tests.ops import compare
 from tra.ops import attention_map
 
 LENGTH = 1100
@@ -31,18 +31,7 @@ def gates(kind: str, seed: int) -> Tensor:
 
 def contents(kind: str, seed: int) -> tuple[Tensor, Tensor]:
     """Queries and keys `[1, 2, T, 16]` whose scores are exact."""
-    query, key, _, _ = (x.detach() for x in exact_inputs(seed, batch=1, n_queries=LENGTH))
-    generator = torch.Generator().manual_seed(seed)
-    if kind == "sparse":  # one key in a hundred has a positive score
-        query, key = query.abs(), -key.abs()
-        lonely = torch.rand(LENGTH, generator=generator) < 0.01
-        key[:, :, lonely] = key[:, :, lonely].abs()
-    elif kind == "null rows":
-        query[:, :, torch.rand(LENGTH, generator=generator) < 0.1] = 0.0
-    elif kind == "far and strong":  # weak keys near, the strongest at the far end: what a bound must fear
-        query, key = torch.full_like(query, 2.0), torch.full_like(key, 0.25)
-        key[:, :, : LENGTH // 2] = 2.0
-    return query, key
+    return compare.contents(kind, seed, LENGTH)
 
 
 def dropped_weight(query: Tensor, key: Tensor, log_forget: Tensor, tolerance: float | None, **options: float) -> Tensor:
