@@ -80,6 +80,15 @@ def test_its_speeds_are_those_of_the_log() -> None:
     assert million["finite"]
 
 
+def test_its_training_steps_are_those_of_the_log() -> None:
+    rows = json.loads((ROOT / "results/bench/step-tra.json").read_text())["rows"]
+    mini, medium = (
+        {row["mechanism"]: f"{row['step_ms']:.2f}" for row in rows if row["size"] == size} for size in ("mini", "medium")
+    )
+    assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in README
+    assert f"{medium['tra']} ms and {medium['rope']} ms" in README
+
+
 def test_its_names_exist() -> None:
     for verb, preset in re.findall(r"tra (\w+) --preset ([\w-]+)", README):
         assert verb in VERBS
