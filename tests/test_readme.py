@@ -28,7 +28,7 @@ def test_its_code_runs(code: str) -> None:
 def test_its_tree_is_the_tree() -> None:
     """Every module stands in it, and nothing else does."""
     tree = README.split("## Where things are")[1].split("## Sources")[0]
-    named = set(re.findall(r"\b_?[a-z]+\.py\b", tree))
+    named = set(re.findall(r"\b_?[a-z][a-z_]*\.py\b", tree))
     modules = {path.name for path in (ROOT / "tra").glob("*.py")}
     modules |= {path.name for path in (ROOT / "tra/ops").glob("*.py")}
     modules |= {path.name for path in (ROOT / "tra/attention").glob("_*.py")}
@@ -83,7 +83,8 @@ def test_its_speeds_are_those_of_the_log() -> None:
 def test_its_training_steps_are_those_of_the_log() -> None:
     rows = json.loads((ROOT / "results/bench/step-tra.json").read_text())["rows"]
     mini, medium = (
-        {row["mechanism"]: f"{row['step_ms']:.2f}" for row in rows if row["size"] == size} for size in ("mini", "medium")
+        {row["mechanism"]: f"{row['step_ms']:.2f}" for row in rows if row["size"] == size}
+        for size in ("mini", "medium")
     )
     assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in README
     assert f"{medium['tra']} ms and {medium['rope']} ms" in README

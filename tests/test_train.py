@@ -90,7 +90,7 @@ def test_it_learns(tmp_path: Path) -> None:
 def test_a_dead_head_is_seen(tmp_path: Path) -> None:
     """Weights of a head that never keeps a key, put into a checkpoint, show up in the next log line."""
     folder = tmp_path / "run"
-    train(small("train.steps=10"), folder, device=torch.device("cpu"))
+    train(small("train.steps=15"), folder, device=torch.device("cpu"))
     config = small("train.steps=15", "optim.lr=1e-9")
     state = load_checkpoint(folder / "checkpoints")
     assert state is not None
@@ -187,7 +187,7 @@ def test_folders_are_never_overwritten_by_chance(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_costs_only_time(tmp_path: Path) -> None:
-    config, cpu = small("train.steps=30"), torch.device("cpu")
+    config, cpu = small("train.steps=35"), torch.device("cpu")
     train(config, tmp_path / "whole", device=cpu)
     folder = tmp_path / "hurt"
     train(config, folder, device=cpu)

@@ -8,11 +8,12 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tra.diagnose import Diagnosis
 from tra.evaluate import SplitResult
+from tra.perplexity import WindowResult
 from tra.rows import exact_text, length_text, mean_over_heads
 from tra.suite.local import Report
 from tra.train import Progress as TrainingProgress
@@ -95,6 +96,20 @@ class EvaluationDisplay(_Display):
         self.bar.update(self.tasks[split], completed=done)
 
 
+class PrepareDisplay(_Display):
+    """A bar per store: bytes of the sources that were read."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        super().__init__(*columns, quiet=quiet)
+        self.tasks: dict[str, Any] = {}
+
+    def __call__(self, store: str, done: int, total: int) -> None:
+        if store not in self.tasks:
+            self.tasks[store] = self.bar.add_task(f"preparing {store}", total=total or None)
+        self.bar.update(self.tasks[store], completed=done)
+
+
 class SuiteDisplay(_Display):
     """A bar over the cells of a suite; one line per cell when not on a terminal."""
 
@@ -130,6 +145,23 @@ def results_table(results: dict[str, list[SplitResult]]) -> Table:
     return table
 
 
+def perplexity_table(results: list[WindowResult]) -> Table:
+    """A row per text and window."""
+    table = Table(
+        "text", "window", "overlap", "perplexity (95 %)", "a word", "a byte", "bits a byte", title="perplexity"
+    )
+    for row in results:
+        others = (row.word_perplexity, row.byte_perplexity, row.bits_per_byte)
+        table.add_row(
+            row.text,
+            f"{row.window:,}",
+            row.overlap,
+            f"{row.perplexity:.2f}" + ("" if row.low is None else f" ({row.low:.2f}-{row.high:.2f})"),
+            *("-" if value is None else f"{value:.4g}" for value in others),
+        )
+    return table
+
+
 def diagnosis_table(rows: list[Diagnosis]) -> Table:
     """Means over layers and heads, a row per split; a measure that the mechanism doesn't have is left out."""
     columns = {
@@ -141,6 +173,7 @@ def diagnosis_table(rows: list[Diagnosis]) -> Table:
         "null": "null",
         "log_forget": "gate",
         "reach": "reach",
+        "walked": "walked",
     }
     shown = {name: title for name, title in columns.items() if mean_over_heads(getattr(rows[0], name)) is not None}
     table = Table(
@@ -150,7 +183,7 @@ def diagnosis_table(rows: list[Diagnosis]) -> Table:
         title="attention, mean over layers and heads",
         caption="negative: mass on keys of negative content score; reversed: pairs of keys not in the "
         "order of content, of all and of those kept; "
-        "lifted: those of a negative above a positive key",
+        "lifted: those of a negative above a positive key; walked: keys that the early stop leaves to read",
     )
     for row in rows:
         values = [mean_over_heads(getattr(row, name)) for name in shown]

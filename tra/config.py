@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tra.model import DecoderConfig
 from tra.naming import unknown_name
 from tra.tasks import TASKS, Task
+from tra.text.task import Text
 
 VERSION = 1
 """Of the config's form. A file of a newer version is refused, not guessed at."""
@@ -24,14 +25,15 @@ class TaskConfig:
     """What is learnt."""
 
     name: str = "flipflop"
-    """A name from `tra.tasks.TASKS`."""
+    """A name from `tra.tasks.TASKS`, or "text"."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task, where they aren't the paper's."""
 
     def build(self) -> Task:
-        if self.name not in TASKS:
-            raise ValueError(unknown_name("task", self.name, TASKS))
-        task = TASKS[self.name]
+        known = TASKS | {Text.name: Text}
+        if self.name not in known:
+            raise ValueError(unknown_name("task", self.name, known))
+        task = known[self.name]
         hints = typing.get_type_hints(task.__init__)
         del hints["return"]
         for argument, value in self.arguments.items():
@@ -115,6 +117,8 @@ class EvalConfig:
     """All but "train" when empty."""
     batch_tokens: int = 65_536
     """Tokens in one forward pass."""
+    windows: tuple[int, ...] = ()
+    """Of text: windows at which perplexity is measured; of 128, 256, … 16,384 those that fit, when empty."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class RunConfig:
         task = self.task.build()
         for split in (*self.evaluate.splits, *self.evaluate.examples_of):
             task.lengths(split)
-        model = dataclasses.replace(self.model, vocab_size=len(task.vocabulary))
+        model = dataclasses.replace(self.model, vocab_size=task.vocab_size)
         return dataclasses.replace(self, model=model)
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +34,13 @@ from tra.evaluate import chosen_splits, draw_test_set
 from tra.model import Decoder
 from tra.run import RunFolder, put_row
 from tra.tasks import Task, generator
+from tra.text.task import Stream
 
 SEQUENCES, QUERIES, PAIRS = 32, 32, 256
 """Test sequences per split, queries looked at in each, and pairs of keys drawn per query and head."""
+
+WINDOWS_OF_TEXT, BLOCKS, BLOCK = 8, 4, 64
+"""Of text: windows of a size, spread over it, and blocks of neighbouring queries in each, as many as kernels take."""
 
 PerHead = list[list[float | None]]
 
@@ -63,6 +69,17 @@ class Diagnosis:
     seed: int
     device: str
     seconds: float
+    walked: PerHead | None = None
+    """Of text: the share of the keys before a block of 64 queries that TRA has to read for them."""
+
+
+class Looked(NamedTuple):
+    """A sequence, and where in it to look."""
+
+    tokens: Tensor  # [1, T]
+    rows: Tensor  # [R], queries
+    pairs: Tensor  # [2, R, PAIRS], keys
+    block: int | None = None  # rows come in blocks of so many neighbours
 
 
 def diagnose_task(
@@ -104,38 +121,92 @@ def _diagnose(
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> Iterator[Diagnosis]:
-    mechanism = MECHANISMS[model.config.mechanism]
-    for split, (shortest, longest) in chosen_splits(task, config, splits).items():
-        begun, sums, queries = time.monotonic(), _Sums(), 0
+    def sequences(split: str) -> Iterator[Looked]:
         for number, batch in enumerate(draw_test_set(task, split, SEQUENCES, seed, 1, device)):
             drawing = generator(seed, f"diagnose/{split}", number, device)
             rows = batch.loss_mask[0].nonzero()[:, 0]
             rows = rows[torch.randperm(len(rows), generator=drawing, device=device)[:QUERIES]]
-            pairs = (torch.rand(2, len(rows), PAIRS, generator=drawing, device=device) * (rows[:, None] + 1)).long()
-            for index, (layer, x) in enumerate(model.attention_inputs(batch.tokens)):
-                sums.add(index, look(layer, x, rows, pairs))
-            queries += len(rows)
+            yield Looked(batch.tokens, rows, _pairs(rows, drawing))
             progress(split, number + 1, SEQUENCES)
-        found = sums.ratios()
-        order = mechanism.orders_by_content
-        yield Diagnosis(
-            split=split,
-            shortest=shortest,
-            longest=longest,
-            sequences=SEQUENCES,
-            queries=queries,
-            negative_mass=found["negative_mass"],
-            reversed=found["reversed"] if order else None,
-            reversed_kept=found["reversed_kept"] if order else None,
-            lifted=found["lifted"] if order else None,
-            kept=found.get("kept"),
-            null=found.get("null"),
-            log_forget=found.get("log_forget"),
-            reach=found.get("reach"),
-            seed=seed,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            seconds=round(time.monotonic() - begun, 2),
-        )
+
+    for split, (shortest, longest) in chosen_splits(task, config, splits).items():
+        yield _measured(model, split, (shortest, longest), sequences(split), seed, device)
+
+
+def diagnose_text(
+    model: Decoder,
+    stream: Stream,
+    windows: Sequence[int],
+    *,
+    seed: int = 0,
+    device: torch.device | None = None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Iterator[Diagnosis]:
+    """The same on text, window by window, at any query; and what the early stop of TRA saves."""
+    device = torch.device("cpu") if device is None else device
+    model.eval()
+
+    def sequences(window: int, split: str) -> Iterator[Looked]:
+        starts = np.linspace(0, len(stream.tokens) - window - 1, WINDOWS_OF_TEXT).astype(int)
+        for number, start in enumerate(starts):
+            drawing = generator(seed, f"diagnose/{split}", number, device)
+            ids = np.asarray(stream.tokens[start : start + window]).astype(np.int64)
+            blocks = torch.randperm(window // BLOCK, generator=drawing, device=device)[:BLOCKS]
+            rows = (BLOCK * blocks[:, None] + torch.arange(BLOCK, device=device)).flatten()
+            yield Looked(torch.from_numpy(ids)[None].to(device), rows, _pairs(rows, drawing), BLOCK)
+            progress(split, number + 1, len(starts))
+
+    with exact_products():
+        for window in windows:
+            if not BLOCK <= window < len(stream.tokens):
+                raise ValueError(
+                    f"a diagnosis takes windows of {BLOCK} up to {len(stream.tokens) - 1:,} tokens of {stream.name}, "
+                    f"got {window:,}"
+                )
+            split = f"{stream.name}/{window}"
+            yield _measured(model, split, (window, window), sequences(window, split), seed, device)
+
+
+def _pairs(rows: Tensor, drawing: torch.Generator) -> Tensor:
+    drawn = torch.rand(2, len(rows), PAIRS, generator=drawing, device=rows.device)
+    return (drawn * (rows[:, None] + 1)).long()
+
+
+def _measured(
+    model: Decoder,
+    split: str,
+    lengths: tuple[int, int],
+    sequences: Iterator[Looked],
+    seed: int,
+    device: torch.device,
+) -> Diagnosis:
+    begun, sums, queries, seen = time.monotonic(), _Sums(), 0, 0
+    for looked in sequences:
+        for index, (layer, x) in enumerate(model.attention_inputs(looked.tokens)):
+            sums.add(index, look(layer, x, looked.rows, looked.pairs, looked.block))
+        queries += len(looked.rows)
+        seen += 1
+    found = sums.ratios()
+    order = MECHANISMS[model.config.mechanism].orders_by_content
+    return Diagnosis(
+        split=split,
+        shortest=lengths[0],
+        longest=lengths[1],
+        sequences=seen,
+        queries=queries,
+        negative_mass=found["negative_mass"],
+        reversed=found["reversed"] if order else None,
+        reversed_kept=found["reversed_kept"] if order else None,
+        lifted=found["lifted"] if order else None,
+        kept=found.get("kept"),
+        null=found.get("null"),
+        log_forget=found.get("log_forget"),
+        reach=found.get("reach"),
+        seed=seed,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        seconds=round(time.monotonic() - begun, 2),
+        walked=found.get("walked"),
+    )
 
 
 def diagnose_run(run: RunFolder, results: Iterator[Diagnosis]) -> Iterator[Diagnosis]:
@@ -145,13 +216,16 @@ def diagnose_run(run: RunFolder, results: Iterator[Diagnosis]) -> Iterator[Diagn
         yield result
 
 
-def look(layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def look(
+    layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor, block: int | None = None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Measure one layer on one sequence: by name what was counted, and out of how much, `[H]` each.
 
     Args:
         x: The layer's input, `[1, T, d_model]`.
         rows: `[R]`, the queries to look at.
         pairs: `[2, R, P]`, keys that each of them sees.
+        block: Rows come in blocks of so many neighbours, whose common walk is measured too.
     """
     found = layer.attention_map(x, rows=rows)
     total = found.weights.abs().sum(-1)
@@ -170,7 +244,12 @@ def look(layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor) -> dict[str, 
     if isinstance(gate := getattr(layer, "gate", None), ForgetGate):
         measures["log_forget"] = gate(x)[:, :, rows], everything
     if isinstance(layer, ThresholdRelativeAttention):
-        measures["reach"] = layer.reach(x, found.logits, rows), everything
+        reach = layer.reach(x, found.logits, rows)
+        measures["reach"] = reach, everything
+        if block is not None:
+            furthest = (rows - reach + 1).unflatten(-1, (-1, block)).amin(-1)  # the first key that some row needs
+            behind = (rows.unflatten(0, (-1, block))[:, -1] + 1).expand_as(furthest)
+            measures["walked"] = behind - furthest, behind
     return {name: (_over_rows(part), _over_rows(whole)) for name, (part, whole) in measures.items()}
 
 

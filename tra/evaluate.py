@@ -91,7 +91,7 @@ def evaluate_batches(
     for batch in batches:
         with autocast(device, precision):
             logits = model(batch.tokens)
-        correct, scored, exact = score(logits, batch)
+        correct, scored, exact = score(logits.argmax(-1) == batch.targets, batch.loss_mask)
         sums += torch.stack([exact.sum(), correct, scored])
         sequences += len(batch.tokens)
         progress(sequences)

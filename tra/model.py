@@ -151,7 +151,17 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token, `[B, T]` -> `[B, T, V]`.
+        """Logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
+        return self.head(self.hidden(tokens, key_mask, cache, document_ids))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """What the head reads, `[B, T]` -> `[B, T, d_model]`.
 
         Args:
             tokens: `[B, T]` integer ids.
@@ -167,7 +177,7 @@ class Decoder(nn.Module):
             x = mechanism.mark_input(x, places(x, key_mask, past, document_ids))
         for index, block in enumerate(self.blocks):
             x = block(x, key_mask, None if cache is None else cache.layers[index], document_ids)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
     def new_cache(self) -> Cache:
         """An empty, growing KV cache."""
@@ -230,7 +240,7 @@ class Decoder(nn.Module):
         layers = [block.get_submodule("attention") for block in self.blocks]
         hooks = [layer.register_forward_pre_hook(look) for layer in layers]
         try:
-            self(tokens)
+            self.hidden(tokens)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,8 +1,8 @@
 """Runs by name: one function each, which returns the whole config.
 
 `flipflop`, `copy`, `induct` and `instruct` have the paper's sizes, steps and batches; its learning rates for the last
-three aren't known, so those are ours, and so is everything of `mqar` and `demo`. Each has a `-quick` sister in
-miniature.
+three aren't known, so those are ours, and so is everything of `mqar` and `demo`. `wikitext` is the paper's language
+model, `text-demo` one that needs no data. Most have a `-quick` sister in miniature.
 """
 
 from __future__ import annotations
@@ -127,6 +127,42 @@ def demo() -> RunConfig:
     )
 
 
+def wikitext() -> RunConfig:
+    """WikiText-103 as published: medium, GPT-2's tokenizer, window 128, batch 64, 100,000 steps.
+
+    Expects `tra prepare` to have put the text into data/wikitext-103. The rate and clipping are ours.
+    """
+    task = TaskConfig("text", {"data": "data/wikitext-103", "tokenizer": "gpt2", "window": 128})
+    return RunConfig(
+        task,
+        DecoderConfig.medium(vocab_size=task.build().vocab_size, block="authors", dropout=0.01),
+        OptimConfig(lr=1e-3, clip=1.0),
+        TrainConfig(steps=100_000, batch_size=64, checkpoint_every=5000),
+    )
+
+
+def wikitext_quick() -> RunConfig:
+    """The same in 15,000 steps, pre-norm and without dropout: a first answer in minutes on one GPU."""
+    config = wikitext()
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, block="pre", dropout=0.0),
+        train=dataclasses.replace(config.train, steps=15_000),
+    )
+
+
+def text_demo() -> RunConfig:
+    """The text that ships with the package, byte by byte: tiny, window 128, a minute or two on a CPU."""
+    task = TaskConfig("text")
+    return RunConfig(
+        task,
+        DecoderConfig.tiny(vocab_size=task.build().vocab_size, embedding_init="normal"),
+        OptimConfig(lr=3e-3, clip=1.0),
+        TrainConfig(steps=600, batch_size=32, log_every=50, checkpoint_every=300),
+        EvalConfig(windows=(128, 256, 512, 1024, 2048), batch_tokens=8192),
+    )
+
+
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "demo": demo,
     "flipflop": flipflop,
@@ -143,6 +179,9 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "instruct-quick": lambda: _quick(instruct()),
     "mqar": mqar,
     "mqar-quick": lambda: _quick(mqar(), steps=3000),
+    "wikitext": wikitext,
+    "wikitext-quick": wikitext_quick,
+    "text-demo": text_demo,
 }
 
 

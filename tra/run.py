@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tra
@@ -34,6 +36,7 @@ class RunFolder:
         self.environment_file = path / "environment.json"
         self.metrics_file = path / "metrics.jsonl"
         self.evaluation_file = path / "eval.jsonl"
+        self.perplexity_file = path / "perplexity.jsonl"
         self.diagnosis_file = path / "diagnose.jsonl"
         self.weights_file = path / "model.safetensors"
         self.checkpoint_folder = path / "checkpoints"
@@ -109,6 +112,13 @@ def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
     """Add a row to a file of JSON lines, in place of an earlier one that has the same values under `key`."""
     others = [other for other in read_rows(file) if any(other[name] != row[name] for name in key)]
     write_rows(file, [*others, row])
+
+
+def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
+    """A compressed .npz, all of it or nothing. Equal arrays give equal bytes."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write_atomically(file, content.getvalue())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

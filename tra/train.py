@@ -120,7 +120,6 @@ class Trainer:
         torch.manual_seed(stream_seed(config.train.seed, "initialisation"))
         self.model = Decoder(config.model).to(device).train()
         self.optimizer = adamw(self.model, config.optim, device)
-        self.generator = torch.Generator(device)
         self.drawn: tuple[int, Batch] | None = None
         self.window = torch.zeros(COUNTS, dtype=torch.float64, device=device)  # sums since the last log line
         self.step = 0
@@ -146,7 +145,7 @@ class Trainer:
                     begun, logged_at = time.monotonic(), self.step
                 self.progress(Progress(self.step, steps, metrics))
                 slowest = max(slowest, time.monotonic() - now)
-                if self.step % self.config.train.checkpoint_every == 0 or self.step == steps:
+                if self.step % self.config.train.checkpoint_every == 0 and self.step < steps:
                     self._save()
         self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
@@ -167,8 +166,8 @@ class Trainer:
         rows = self.config.train.batch_size
         draw, place = divmod(self.step, STEPS_PER_DRAW)
         if self.drawn is None or self.drawn[0] != draw:
-            self.generator.manual_seed(stream_seed(self.config.train.seed, "train", draw))
-            self.drawn = draw, self.task.sample("train", rows * STEPS_PER_DRAW, self.generator, self.device)
+            seed = self.config.train.seed
+            self.drawn = draw, self.task.training_rows(seed, draw, rows * STEPS_PER_DRAW, self.device)
         return Batch(*(x[place * rows : (place + 1) * rows] for x in self.drawn[1]))
 
     def _log(self, seconds: float, steps: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import tarfile
 from collections import defaultdict
 from pathlib import Path
 
+from tra.config import RunConfig
 from tra.suite import suite
 from tra.suite.suites import RATES
 
@@ -23,8 +24,8 @@ def test_rates_are_those_of_the_lowest_training_loss() -> None:
                 files[member.name] = file.read().decode()
     losses: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for cell in suite("rivals-rates"):
-        config = json.loads(files[f"rates/{cell.name}/config.json"])
-        assert config == cell.config.to_dict()
+        config = RunConfig.from_dict(json.loads(files[f"rates/{cell.name}/config.json"]))
+        assert config == cell.config
         last = json.loads(files[f"rates/{cell.name}/metrics.jsonl"].splitlines()[-1])
         assert last["step"] == cell.config.train.steps
         losses[cell.config.model.mechanism][cell.config.optim.lr].append(last["loss"])

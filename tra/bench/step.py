@@ -25,7 +25,7 @@ from tra.run import RunFolder, environment
 from tra.train import Trainer
 
 VOCABULARY = 256
-"""Small, so that the output layer doesn't hide what the mechanisms cost."""
+"""Small, so that the output layer doesn't hide what the mechanisms cost; or GPT-2's, as in a language model."""
 
 
 class Shape(NamedTuple):
@@ -34,14 +34,15 @@ class Shape(NamedTuple):
     size: str
     batch: int
     length: int
+    vocabulary: int = VOCABULARY
 
 
-SHAPES = (Shape("mini", 64, 512), Shape("medium", 64, 256))
+SHAPES = (Shape("mini", 64, 512), Shape("medium", 64, 256), Shape("medium", 64, 256, 50_304))
 
 
 def run_config(mechanism: str, shape: Shape) -> RunConfig:
     """A run of that shape on a task of that length; without dropout, in bfloat16."""
-    model = getattr(DecoderConfig, shape.size)(VOCABULARY, mechanism=mechanism)
+    model = getattr(DecoderConfig, shape.size)(shape.vocabulary, mechanism=mechanism)
     return RunConfig(
         TaskConfig("flipflop", {"length": shape.length}),
         model,
@@ -76,6 +77,7 @@ def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Call
         "size": shape.size,
         "batch": shape.batch,
         "length": shape.length,
+        "vocabulary": shape.vocabulary,
         "step_ms": round(statistics.median(rounds), 3),
         "fastest_ms": round(min(rounds), 3),
         "slowest_ms": round(max(rounds), 3),
@@ -106,7 +108,8 @@ def bench_step(
                 process.end()
         rows += [process.result for process in apart]
     for row in rows:
-        rope = next((r for r in rows if r["mechanism"] == "rope" and r["size"] == row["size"]), {})
+        like = row["size"], row["vocabulary"]
+        rope = next((r for r in rows if r["mechanism"] == "rope" and (r["size"], r["vocabulary"]) == like), {})
         for name in ("step_ms", "peak_mib"):
             if row.get(name) and rope.get(name):
                 row[name.split("_")[0] + "_ratio"] = round(row[name] / rope[name], 3)

@@ -9,21 +9,32 @@ from pathlib import Path
 from tra.attention import MECHANISMS
 from tra.diagnose import diagnose_run, diagnose_task
 from tra.evaluate import chosen_splits, evaluate_run, evaluate_task
+from tra.perplexity import evaluate_run_text, evaluate_text, windows_that_fit
 from tra.rows import read_rows
 from tra.run import RunFolder
+from tra.text.task import Text
 from tra.train import Progress, pick_device, train
 
 
 def is_done(folder: Path) -> bool:
-    """Trained, evaluated on every split of its config, and diagnosed where there is attention to look at."""
+    """Trained, evaluated on every split of its config, and diagnosed where there is attention to look at.
+
+    Of text: trained, with the perplexity of its validation text at every window of its config.
+    """
     run = RunFolder(folder)
     if not run.config_file.is_file() or not run.weights_file.is_file():
         return False
     config = run.config()
+    task = config.task.build()
+    if isinstance(task, Text):
+        stream = task.stream("valid")
+        rows = read_rows(run.perplexity_file)
+        windows = config.evaluate.windows or windows_that_fit(stream)
+        return {(stream.name, window) for window in windows} <= {(row["text"], row["window"]) for row in rows}
     files = [run.evaluation_file]
     if not MECHANISMS[config.model.mechanism].replaces_mlp:
         files.append(run.diagnosis_file)
-    wanted = set(chosen_splits(config.task.build(), config.evaluate))
+    wanted = set(chosen_splits(task, config.evaluate))
     return all(wanted <= {row["split"] for row in read_rows(file)} for file in files)
 
 
@@ -47,6 +58,12 @@ def run_cell(folder: Path, device_name: str | None) -> int:
         return 143
     config, model = run.config(), run.load_model(device)
     task = config.task.build()
+    if isinstance(task, Text):
+        stream = task.stream("valid")
+        windows = config.evaluate.windows or windows_that_fit(stream)
+        for measured in evaluate_run_text(run, evaluate_text(model, stream, windows, device=device)):
+            print(f"{measured.text}, {measured.window}: {measured.perplexity:.3f}", flush=True)
+        return 0
     for found in evaluate_run(run, evaluate_task(model, task, config.evaluate, device=device)):
         print(f"{found.split}: {found.exact:.4f}", flush=True)
     if not MECHANISMS[config.model.mechanism].replaces_mlp:

@@ -64,7 +64,34 @@ def rivals_rates() -> list[Cell]:
     ]
 
 
-SUITES: dict[str, Callable[[], list[Cell]]] = {"rivals": rivals, "rivals-rates": rivals_rates}
+LANGUAGE_VARIANTS: dict[str, list[str]] = {
+    "tra": [],
+    "tra-authors": ["model.block=authors"],
+    "tra-slow": ["model.gate_bias=3"],  # gates that begin by forgetting after hundreds of kept keys, not tens
+    "rope": ["model.mechanism=rope", "model.qk_norm=false"],
+    "rope-norm": ["model.mechanism=rope", "model.qk_norm=true"],
+    "forgetting": ["model.mechanism=forgetting", "model.qk_norm=false"],
+    "forgetting-norm": ["model.mechanism=forgetting", "model.qk_norm=true"],
+    "cope": ["model.mechanism=cope"],
+}
+"""What `language-rates` compares, as changes to `wikitext-quick`, whose block is pre-norm."""
+
+
+def language_rates() -> list[Cell]:
+    """The paper's language models at three learning rates, in 1,500 steps, judged at the window they train on."""
+    data = ["task.arguments.data=data/enwiki2015", "train.steps=1500", "train.seed=100", "evaluate.windows=[128]"]
+    return [
+        Cell(f"{name}-{rate}", preset("wikitext-quick").override([*data, *changes, f"optim.lr={rate}"]))
+        for name, changes in LANGUAGE_VARIANTS.items()
+        for rate in (5e-4, 1e-3, 2e-3)
+    ]
+
+
+SUITES: dict[str, Callable[[], list[Cell]]] = {
+    "rivals": rivals,
+    "rivals-rates": rivals_rates,
+    "language-rates": language_rates,
+}
 
 
 def suite(name: str) -> list[Cell]:

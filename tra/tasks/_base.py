@@ -39,6 +39,11 @@ class Task(ABC):
         self._lengths = lengths
 
     @property
+    def vocab_size(self) -> int:
+        """Ids a model needs to know."""
+        return len(self.vocabulary)
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """Names in order, "train" first."""
         return tuple(self._lengths)
@@ -68,6 +73,10 @@ class Task(ABC):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return self._sample(split, batch_size, generator, torch.device(device))
+
+    def training_rows(self, seed: int, draw: int, rows: int, device: torch.device) -> Batch:
+        """The rows of a run's `draw`-th draw; every draw of a run has as many."""
+        return self.sample("train", rows, generator(seed, "train", draw, device), device)
 
     def render(self, tokens: Tensor) -> str:
         """A sequence `[T]` as text."""

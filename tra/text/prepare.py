@@ -1,0 +1,177 @@
+"""Sources become token stores: all of them or, whatever happens, none."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tra.text._workers import encode_all
+from tra.text.sources import SPLITS, Source, find_sources
+from tra.text.store import FILES, StoreWriter
+from tra.text.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""Called with a store's name, the bytes read for it, and all there are (0 if unknown)."""
+
+SMALL = 4 * 2**20
+"""Bytes of sources below which processes of their own take longer to start than to help."""
+
+
+class NoSpaceError(Exception):
+    """The disk took no more. Nothing was left behind."""
+
+
+def prepare(
+    sources: Sequence[str | Path],
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer,
+    format: str = "auto",
+    jobs: int | None = None,
+    hold_out: int = 0,
+    overwrite: bool = False,
+    progress: Progress = lambda *_: None,
+) -> dict[str, dict[str, Any]]:
+    """Make the store `folder`; its bytes don't depend on `jobs`.
+
+    A source that comes in splits (a WikiText folder, a dataset of the hub) becomes the stores folder/train,
+    folder/valid and folder/test; with `hold_out`, the last so many documents become folder/valid and the rest
+    folder/train. Returns manifests by the path of their store.
+    """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    if hold_out < 0:
+        raise ValueError(f"hold_out must not be negative, got {hold_out}")
+    folder = Path(folder)
+    target = folder.resolve()
+    _check_target(target, overwrite)
+    splits = find_sources(sources, format)
+    if hold_out and len(splits) > 1:
+        raise ValueError(f"{sources[0]} has splits of its own ({', '.join(splits)}), so there is nothing to hold out")
+    if jobs is None:
+        text = sum(source.size or SMALL for found in splits.values() for source in found if source.is_text)
+        jobs = _cores() if text >= SMALL else 1
+    manifests: dict[str, dict[str, Any]] = {}
+    try:
+        with _temporary(target) as temporary:
+            for name, found in splits.items():
+                place = temporary / "store" / ("train" if hold_out else name)
+                place.parent.mkdir(exist_ok=True)
+                held = (hold_out, temporary / "store" / "valid") if hold_out else None
+                label = name or target.name
+                written = _write(found, place, tokenizer, jobs, held, lambda *done, label=label: progress(label, *done))
+                manifests |= {str(folder / path.relative_to(temporary / "store")): facts for path, facts in written}
+            _check_target(target, overwrite)  # it may have come since
+            _replace(target, temporary)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            message = f"the disk is full ({error.strerror}), writing {folder}; nothing is left of it"
+            raise NoSpaceError(message) from None
+        raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
+    return manifests
+
+
+def _write(
+    sources: list[Source],
+    place: Path,
+    tokenizer: Tokenizer,
+    jobs: int,
+    held: tuple[int, Path] | None,
+    progress: Callable[[int, int], None],
+) -> list[tuple[Path, dict[str, Any]]]:
+    total = sum(source.size for source in sources)
+    read = 0
+
+    def report(count: int) -> None:
+        nonlocal read
+        read += count
+        progress(read, total)
+
+    parts = (part for source in sources for part in source.parts(tokenizer, report))
+    jobs = jobs if any(source.is_text for source in sources) else 1
+    with StoreWriter(place, tokenizer) as writer, contextlib.closing(encode_all(parts, tokenizer, jobs)) as encoded:
+        for part in encoded:
+            writer.add(part)
+        facts = [fact for source in sources for fact in source.facts()]
+        names = ", ".join(fact["name"] for fact in facts)
+        if not writer.documents:
+            raise ValueError(f"{names}: there is no text in it" if len(facts) == 1 else f"no text in any of {names}")
+        if held is None:
+            return [(place, writer.seal(facts))]
+        count, held_place = held
+        if count >= writer.documents:
+            raise ValueError(f"can't hold out {count:,} of {writer.documents:,} documents: none would be left")
+        with StoreWriter(held_place, tokenizer) as other:
+            writer.move_last(count, other)
+            return [(place, writer.seal(facts)), (held_place, other.seal(facts))]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} exists already: use --overwrite to replace it")
+    if (other := _more_than_stores(folder)) is not None:
+        raise ValueError(f"{folder} is not only a token store ({other} is in it), so it is not overwritten")
+
+
+def _more_than_stores(folder: Path) -> str | None:
+    """Something in the folder, or the folder itself, that no preparation has made."""
+    if not folder.is_dir():
+        return folder.name
+    stores = [folder] if (folder / FILES[0]).exists() else [folder / path.name for path in sorted(folder.iterdir())]
+    for store in stores:
+        if store != folder and store.name not in SPLITS:
+            return store.name
+        try:
+            json.loads((store / FILES[0]).read_text())["tokenizer"]["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return store.name
+        for file in sorted(store.iterdir()):
+            if file.name not in FILES:
+                return file.name
+    return None
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A folder beside the target, locked. What a killed preparation left there is removed first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = folder.with_name(f".{folder.name}.preparing")
+    place.mkdir(exist_ok=True)
+    lock = os.open(place, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being prepared by another process") from None
+        try:
+            for path in list(place.iterdir()):
+                shutil.rmtree(path)
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _replace(folder: Path, temporary: Path) -> None:
+    if folder.exists():
+        folder.rename(temporary / "replaced")
+    (temporary / "store").rename(folder)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)

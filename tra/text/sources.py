@@ -1,0 +1,188 @@
+"""Sources of text, told apart by name, and their documents, streamed: never is a whole corpus in memory.
+
+| format | names | documents |
+|---|---|---|
+| wikitext | wiki.train.raw, wiki.valid.tokens, wiki.test.detok.txt, …, or a folder of them | articles |
+| text | *.txt, or a folder of them in the order of their names | files |
+| jsonl | *.jsonl, or a folder of them | the `text` of each line |
+| tokens | *.bin, uint16 with the separator before each document; several form one stream | the stream's |
+| hub | hub:DATASET:CONFIG, through the `datasets` library | WikiText's articles; rows of others |
+
+Files may end in .xz or .gz. A document without text is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tra.text._files import COMPRESSIONS, SourceFile, lines_of
+from tra.text._formats import Cutter, Piece, articles, json_texts, token_documents, token_ids
+from tra.text._hub import PREFIX, HubSplit, hub_splits
+from tra.text.store import Encoded
+from tra.text.tokenizer import Tokenizer
+
+FORMATS = ("auto", "wikitext", "text", "jsonl", "tokens")
+SPLITS = ("train", "valid", "test")
+
+_WIKITEXT = re.compile(rf"wiki\.({'|'.join(SPLITS)})\.(raw|tokens|detok\.txt)")
+_ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".bin": "tokens"}
+
+
+class Source(Protocol):
+    """Something that holds documents. They are read once; `facts`, for the manifest, are whole after that."""
+
+    is_text: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes that reading will report; 0 if that isn't known."""
+
+    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[Piece | Encoded]: ...
+
+    def facts(self) -> list[dict[str, Any]]: ...
+
+
+class FileSource:
+    """Files of one format, in order."""
+
+    def __init__(self, paths: Sequence[Path], form: str) -> None:
+        self.files = [SourceFile(path) for path in paths]
+        self.form = form
+        self.is_text = form != "tokens"
+        self.size = sum(file.size for file in self.files)
+
+    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[Piece | Encoded]:
+        if self.form == "tokens":
+            stream = (ids for file in self.files for ids in token_ids(file.blocks(report), file.path, tokenizer))
+            yield from token_documents(stream, tokenizer)
+            return
+        cutter = Cutter()
+        for file in self.files:
+            text = file.text(report)
+            if self.form == "wikitext":
+                for begins, line in articles(lines_of(text)):
+                    if begins:
+                        yield from cutter.end()
+                    yield from cutter.add(line)
+            elif self.form == "jsonl":
+                for document in json_texts(lines_of(text), file.path):
+                    yield from cutter.add(document)
+                    yield from cutter.end()
+            else:
+                for block in text:
+                    yield from cutter.add(block)
+            yield from cutter.end()
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [file.facts() for file in self.files]
+
+
+class HubSource:
+    """One split of a dataset of the hub."""
+
+    is_text = True
+    size = 0
+
+    def __init__(self, split: HubSplit, is_wikitext: bool) -> None:
+        self.split = split
+        self.is_wikitext = is_wikitext
+
+    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[Piece | Encoded]:
+        cutter = Cutter()
+        texts = self.split.texts(report)
+        for begins, text in articles(texts) if self.is_wikitext else ((True, text) for text in texts):
+            if begins:
+                yield from cutter.end()
+            yield from cutter.add(text)
+        yield from cutter.end()
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [self.split.facts()]
+
+
+def find_sources(names: Sequence[str | Path], form: str = "auto") -> dict[str, list[Source]]:
+    """Sources by the store they go to: one named "", or one for each split of a source that comes in several."""
+    if form not in FORMATS:
+        raise ValueError(f"unknown format {form!r}: known are {', '.join(FORMATS)}")
+    if not names:
+        raise ValueError("there is nothing to prepare: name a source")
+    found: list[tuple[Path, str]] = []
+    for name in names:
+        splits = _splits(str(name), form)
+        if len(splits) > 1 and len(names) > 1:
+            raise ValueError(f"{name} has splits of its own ({', '.join(splits)}), so it is prepared alone")
+        if len(splits) > 1 or (splits and str(name).startswith(PREFIX)):
+            return splits if len(splits) > 1 else {"": next(iter(splits.values()))}
+        found += _files(Path(name), form)
+    sources: list[Source] = []
+    for path, kind in found:
+        last = sources[-1] if sources else None
+        if isinstance(last, FileSource) and last.form == kind:
+            sources[-1] = FileSource([*(file.path for file in last.files), path], kind)
+        else:
+            sources.append(FileSource([path], kind))
+    return {"": sources}
+
+
+def _splits(name: str, form: str) -> dict[str, list[Source]]:
+    if name.startswith(PREFIX):
+        is_wikitext = form == "wikitext" or (form == "auto" and "wikitext" in name)
+        return {split: [HubSource(rows, is_wikitext)] for split, rows in hub_splits(name).items()}
+    path = Path(name)
+    if not path.is_dir() or form not in ("auto", "wikitext"):
+        return {}
+    by_split = {_split_of(file): file for file in _wikitext_files(path)}
+    return {split: [FileSource([by_split[split]], "wikitext")] for split in SPLITS if split in by_split}
+
+
+def _files(path: Path, form: str) -> list[tuple[Path, str]]:
+    """A file, or those of a folder, each with its format."""
+    if not path.exists():
+        raise ValueError(f"there is no file or folder {path}")
+    if not path.is_dir():
+        kind = _format_of(path) if form == "auto" else form
+        if kind is None:
+            raise ValueError(f"the name of {path} doesn't tell its format: give --format {' | '.join(FORMATS[1:])}")
+        return [(path, kind)]
+    if wikitext := _wikitext_files(path) if form in ("auto", "wikitext") else []:
+        return [(file, "wikitext") for file in wikitext]
+    inside = [(file, _format_of(file)) for file in sorted(path.iterdir()) if file.is_file()]
+    # Asked for by name, a file that would be taken for WikiText is the text that it is, too.
+    files = [(file, _ENDINGS.get(_stem(file).suffix)) for file, _ in inside] if form != "auto" else inside
+    wanted = [(file, kind) for file, kind in files if kind is not None and form in ("auto", kind)]
+    if not wanted:
+        what = "wiki.*.raw, .txt, .jsonl or .bin" if form == "auto" else form
+        raise ValueError(f"{path} holds no {what} files")
+    kinds = list(dict.fromkeys(kind for _, kind in wanted))
+    if len(kinds) > 1:
+        raise ValueError(f"{path} holds {' and '.join(kinds)} files: say with --format which to take")
+    return wanted
+
+
+def _stem(path: Path) -> Path:
+    """Without the ending of a compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
+
+
+def _format_of(path: Path) -> str | None:
+    stem = _stem(path)
+    return "wikitext" if _WIKITEXT.fullmatch(stem.name) else _ENDINGS.get(stem.suffix)
+
+
+def _split_of(path: Path) -> str:
+    match = _WIKITEXT.fullmatch(_stem(path).name)
+    assert match
+    return match[1]
+
+
+def _wikitext_files(folder: Path) -> list[Path]:
+    """A folder's splits. Where it has them in several forms, the first of raw, tokens and detok.txt counts."""
+    named = [(file, _WIKITEXT.fullmatch(_stem(file).name)) for file in sorted(folder.iterdir()) if file.is_file()]
+    matches = [(file, match) for file, match in named if match]
+    for ending in ("raw", "tokens", "detok.txt"):
+        if files := {match[1]: file for file, match in matches if match[2] == ending}:
+            return [files[split] for split in SPLITS if split in files]
+    return []
