@@ -83,6 +83,7 @@ def test_help(verb: tuple[str, ...]) -> None:
         (("evaluate", "exists"), "no model.safetensors yet"),
         (("evaluate", "flipflop-tra", "--splits", "dens"), "did you mean 'dense'"),
         (("evaluate", "flipflop-tra", "--rows", "none.txt"), "there is no file none.txt"),
+        (("evaluate", "flipflop-tra", "--windows", "8"), "are for language models; this run learnt flipflop"),
         (("report", "none"), "has no config.json"),
         (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
         (("trian",), "unknown verb 'trian': did you mean 'train'?"),

@@ -21,7 +21,7 @@ def test_every_preset_builds(name: str) -> None:
     task = config.task.build()
     with torch.device("meta"):
         model = Decoder(config.model)
-    assert model.head.out_features == len(task.vocabulary)
+    assert model.head.out_features == task.vocab_size >= len(task.vocabulary)
     for split in task.splits:
         assert task.size(split) > 0
 
@@ -35,6 +35,17 @@ def test_published_runs_have_the_paper_s_size_and_a_quick_sister(name: str) -> N
     expected = (20_000, 64) if name == "flipflop" else (100_000, 128)
     assert (config.train.steps, config.train.batch_size) == expected
     assert preset(f"{name}-quick").train.steps <= 5000
+
+
+def test_the_published_language_model_and_its_sisters() -> None:
+    config, quick = preset("wikitext"), preset("wikitext-quick")
+    model = config.model
+    assert (model.n_layers, model.n_heads, model.d_model, model.block) == (8, 8, 512, "authors")
+    assert (model.vocab_size, model.dropout) == (50_304, 0.01)
+    assert (config.train.steps, config.train.batch_size, config.task.build().size("train")) == (100_000, 64, 128)
+    assert (quick.train.steps, quick.model.block, quick.model.dropout) == (15_000, "pre", 0.0)
+    assert differences(config.to_dict(), quick.to_dict()) == ["model.block", "model.dropout", "train.steps"]
+    assert max(preset("text-demo").evaluate.windows) < len(preset("text-demo").task.build().stream("valid").tokens)
 
 
 def test_flipflop_is_judged_on_the_paper_s_test_sets() -> None:

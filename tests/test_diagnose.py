@@ -6,21 +6,25 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tra
-from tra.attention import MECHANISMS, WeightMap
+from tra import diagnose as module
+from tra.attention import MECHANISMS, Attention, WeightMap
 from tra.config import EvalConfig
-from tra.diagnose import Diagnosis, diagnose_run, diagnose_task, look
+from tra.diagnose import BLOCK, Diagnosis, diagnose_run, diagnose_task, diagnose_text, look
 from tra.presets import preset
 from tra.rows import mean_over_heads, read_rows
 from tra.run import RunFolder
 from tra.tasks import FlipFlop
+from tra.text.task import Stream
 from tra.train import train
 
 LENGTH = 12
+Measure = tuple[Tensor, Tensor]
 
 
 class Known(nn.Module):
@@ -142,3 +146,94 @@ def test_results_are_kept_once_per_split(tmp_path: Path) -> None:
 def test_the_same_sequences_and_queries_for_every_mechanism() -> None:
     one, other = (diagnose(name)[0] for name in ("tra", "rope"))
     assert (one.queries, one.sequences) == (other.queries, other.sequences)
+
+
+def text(length: int) -> Stream:
+    tokens = np.append(4, np.random.default_rng(0).integers(0, 4, length - 1)).astype(np.uint16)
+    return Stream("drawn", tokens, np.array([[0, length - 1, -1]]), "bytes", 4)
+
+
+def forgetful() -> tra.Decoder:
+    """TRA that needn't read all, but for rows that keep nothing."""
+    model = decoder("tra")
+    for block in model.blocks:
+        block.attention.gate.bias.data.fill_(-1.0)
+    return model
+
+
+def test_walked_is_what_a_block_of_queries_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest key that every row of the block can stop at, row by row, over all blocks of three windows."""
+    monkeypatch.setattr(module, "WINDOWS_OF_TEXT", 3)
+    monkeypatch.setattr(module, "BLOCKS", 10**6)
+    model, stream, window = forgetful(), text(1000), 300
+    (found,) = diagnose_text(model, stream, (window,))
+    read, behind = np.zeros((2, 4)), 0
+    for start in (0, 349, 699):
+        tokens = torch.from_numpy(stream.tokens[start : start + window].astype(np.int64))[None]
+        for layer, (attention, x) in enumerate(model.attention_inputs(tokens)):
+            for first in range(0, window - 63, 64):
+                needed = [first] * 4
+                for row in range(first, first + 64):
+                    rows = torch.tensor([row])
+                    reach = attention.reach(x, attention.attention_map(x, rows=rows).logits, rows)[0, :, 0]
+                    needed = [min(key, row - int(back) + 1) for key, back in zip(needed, reach, strict=True)]
+                read[layer] += [first + 64 - key for key in needed]
+        behind += 64 + 128 + 192 + 256
+    assert found.walked is not None
+    assert np.array(found.walked) == pytest.approx(read / behind, abs=1e-6)  # kept to six digits
+    assert 0.2 < read.mean() / behind < 0.95  # it stops early, but not at once
+
+
+def test_text_is_looked_at_in_blocks_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def spy(layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor, block: int | None) -> dict[str, Measure]:
+        assert block == BLOCK == 64
+        assert pairs.shape == (2, len(rows), module.PAIRS)
+        assert (pairs <= rows[:, None]).all()
+        seen.append(rows)
+        return look(layer, x, rows, pairs, block)
+
+    monkeypatch.setattr(module, "look", spy)
+    (found,) = diagnose_text(decoder("rope"), text(2000), (400,))
+    assert (found.split, found.shortest, found.longest) == ("drawn/400", 400, 400)
+    assert (found.sequences, found.queries) == (8, 8 * 4 * 64)
+    assert len(seen) == 8 * 2
+    for rows in seen:
+        blocks = rows.view(4, 64)
+        assert (blocks.diff() == 1).all()
+        assert (blocks[:, 0] % 64 == 0).all()
+        assert len(set(blocks[:, 0].tolist())) == 4
+        assert rows.max() < 400
+    assert len({tuple(rows.tolist()) for rows in seen}) > 4  # other blocks in other windows
+
+
+@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "lstm"])
+def test_measures_of_text_are_those_the_mechanism_has(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WINDOWS_OF_TEXT", 2)
+    (found,) = diagnose_text(decoder(mechanism), text(300), (64,))
+    thresholded = mechanism in ("tra", "tra-threshold-only", "tra-plain-distance")
+    assert (found.kept is not None) == (found.null is not None) == thresholded
+    assert (found.walked is not None) == (found.reach is not None) == (mechanism in ("tra", "tra-threshold-only"))
+
+
+def test_tasks_are_not_walked() -> None:
+    """Their queries are not neighbours."""
+    assert diagnose("tra")[0].walked is None
+
+
+def test_text_of_one_run_is_kept_by_window(tmp_path: Path) -> None:
+    run, stream = RunFolder(tmp_path), text(300)
+    for windows in ((64, 128), (64,)):
+        list(diagnose_run(run, diagnose_text(decoder("nope"), stream, windows)))
+    rows = read_rows(run.diagnosis_file)
+    assert [row["split"] for row in rows] == ["drawn/128", "drawn/64"]
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_bad_text() -> None:
+    for window in (63, 300):
+        with pytest.raises(ValueError, match=f"takes windows of 64 up to 299 tokens of drawn, got {window}"):
+            next(diagnose_text(decoder("tra"), text(300), (window,)))
+    with pytest.raises(ValueError, match="lstm has no attention to diagnose"):
+        next(diagnose_text(decoder("lstm"), text(300), (64,)))

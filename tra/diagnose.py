@@ -94,11 +94,15 @@ def diagnose_task(
 ) -> Iterator[Diagnosis]:
     """Split by split, as they come. The sequences are the first of those that evaluation looks at."""
     device = torch.device("cpu") if device is None else device
-    if MECHANISMS[model.config.mechanism].replaces_mlp:
-        raise ValueError(f"{model.config.mechanism} has no attention to diagnose")
+    _check_attention(model)
     model.eval()
     with exact_products():
         yield from _diagnose(model, task, config, splits, seed, device, progress)
+
+
+def _check_attention(model: Decoder) -> None:
+    if MECHANISMS[model.config.mechanism].replaces_mlp:
+        raise ValueError(f"{model.config.mechanism} has no attention to diagnose")
 
 
 @contextmanager
@@ -144,6 +148,7 @@ def diagnose_text(
 ) -> Iterator[Diagnosis]:
     """The same on text, window by window, at any query; and what the early stop of TRA saves."""
     device = torch.device("cpu") if device is None else device
+    _check_attention(model)
     model.eval()
 
     def sequences(window: int, split: str) -> Iterator[Looked]:

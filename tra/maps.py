@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tra.attention import MECHANISMS
 from tra.diagnose import exact_products
 from tra.model import Decoder
 from tra.run import RunFolder, write_arrays
@@ -24,6 +25,8 @@ def attention_maps(model: Decoder, tokens: Tensor) -> npt.NDArray[np.uint8]:
 
     0 is a key that is not seen or was dropped; 1 … 255 stand for 0 … 1, by the square root, so that small weights show.
     """
+    if MECHANISMS[model.config.mechanism].replaces_mlp:
+        raise ValueError(f"{model.config.mechanism} has no attention to map")
     model.eval()
     with exact_products():
         found = []
@@ -36,6 +39,8 @@ def attention_maps(model: Decoder, tokens: Tensor) -> npt.NDArray[np.uint8]:
 
 def write_maps(run: RunFolder, model: Decoder, stream: Stream, windows: int, device: torch.device) -> None:
     """Maps of some windows, spread over a text, to maps-<text>.npz: `tokens` `[N, T]`, `maps` `[N, L, H, T, T]`."""
+    if windows < 1:
+        raise ValueError(f"maps are of at least 1 window, got {windows}")
     size = min(WINDOW, len(stream.tokens) - 1)
     starts = np.linspace(0, len(stream.tokens) - size, windows + 2).astype(int)[1:-1]
     tokens = np.stack([stream.tokens[start : start + size] for start in starts]).astype(np.int64)

@@ -21,6 +21,7 @@ from tra._step import autocast
 from tra.model import Decoder
 from tra.ops.linear_cross_entropy import linear_cross_entropy
 from tra.run import RunFolder, put_row, write_arrays
+from tra.text import VOCABULARIES
 from tra.text.task import Stream, check_ids
 
 WINDOWS = tuple(2**n for n in range(7, 15))
@@ -133,7 +134,8 @@ def evaluate_text(
     """Window by window, as they come."""
     device = torch.device("cpu") if device is None else device
     check_windows(windows, overlaps, stream)
-    check_ids(np.asarray(stream.tokens), model.config.vocab_size, stream.name)
+    known = min(model.config.vocab_size, VOCABULARIES[stream.tokenizer])  # a model's ids are rounded up
+    check_ids(np.asarray(stream.tokens), known, stream.name)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # as in training; the head's inputs are bfloat16 on a GPU anyway
     try:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tra.attention import MECHANISMS
+from tra.config import differences
 from tra.presets import preset
 from tra.rows import read_rows
+from tra.run import RunFolder, write_rows
 from tra.suite import SUITES, Cell, suite
 from tra.suite.cell import is_done, run_cell
 from tra.suite.local import run_suite
@@ -45,6 +47,14 @@ def test_every_suite_names_its_cells_once(name: str) -> None:
 def test_the_seeds_that_chose_the_rates_are_not_those_of_the_table() -> None:
     seeds = [{cell.config.train.seed for cell in suite(name)} for name in ("rivals", "rivals-rates")]
     assert not seeds[0] & seeds[1]
+
+
+def test_language_rates_differ_in_nothing_but_what_they_compare() -> None:
+    cells = {cell.name: cell.config.to_dict() for cell in suite("language-rates")}
+    compared = {"model.mechanism", "model.qk_norm", "model.block", "model.gate_bias", "optim.lr"}
+    for config in cells.values():
+        assert set(differences(cells["tra-0.0005"], config)) <= compared
+    assert len({config["optim"]["lr"] for config in cells.values()}) == 3
 
 
 def test_unknown_suite() -> None:
@@ -99,6 +109,27 @@ def test_told_to_stop_it_stops_its_cells_which_save(tmp_path: Path, number: sign
     with (tmp_path / "rope-0" / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is left who works on it
         assert run_cell(tmp_path / "rope-0", "cpu") == 1  # and who comes while another does, leaves
+
+
+def test_a_cell_of_text_ends_with_its_perplexities(tmp_path: Path) -> None:
+    changes = [
+        "model.d_model=16",
+        "model.n_layers=1",
+        "train.steps=2",
+        "train.batch_size=2",
+        "evaluate.windows=[64,128]",
+    ]
+    run = RunFolder(tmp_path / "cell")
+    run.start(preset("text-demo").override(changes), resume=False, overwrite=False)
+    assert not is_done(run.path)
+    assert run_cell(run.path, "cpu") == 0
+    assert [(row["text"], row["window"]) for row in read_rows(run.perplexity_file)] == [
+        ("alice-valid", 64),
+        ("alice-valid", 128),
+    ]
+    assert is_done(run.path)
+    write_rows(run.perplexity_file, read_rows(run.perplexity_file)[1:])
+    assert not is_done(run.path)  # cut off between two windows
 
 
 def test_bad_jobs(tmp_path: Path) -> None:
