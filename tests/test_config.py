@@ -12,6 +12,7 @@ import torch
 from tra.config import OptimConfig, RunConfig, differences
 from tra.model import Decoder
 from tra.presets import PRESETS, preset
+from tra.text.task import Text
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -43,9 +44,9 @@ def test_the_published_language_model_and_its_sisters() -> None:
     assert (model.n_layers, model.n_heads, model.d_model, model.block) == (8, 8, 512, "authors")
     assert (model.vocab_size, model.dropout) == (50_304, 0.01)
     assert (config.train.steps, config.train.batch_size, config.task.build().size("train")) == (100_000, 64, 128)
-    assert (quick.train.steps, quick.model.block, quick.model.dropout) == (15_000, "pre", 0.0)
-    assert differences(config.to_dict(), quick.to_dict()) == ["model.block", "model.dropout", "train.steps"]
-    assert max(preset("text-demo").evaluate.windows) < len(preset("text-demo").task.build().stream("valid").tokens)
+    assert differences(config.to_dict(), quick.to_dict()) == ["model.dropout", "train.steps"]
+    assert quick.train.steps == 15_000
+    assert max(preset("text-demo").evaluate.windows) < len(Text().stream("valid").tokens)
 
 
 def test_flipflop_is_judged_on_the_paper_s_test_sets() -> None:

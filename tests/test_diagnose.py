@@ -60,11 +60,10 @@ def test_ties_and_null_rows_do_not_count() -> None:
     assert all(float(whole) == 0 for _, whole in found.values())
 
 
-def decoder(mechanism: str) -> tra.Decoder:
+def decoder(mechanism: str, gate_bias: float = 0.0) -> tra.Decoder:
     torch.manual_seed(0)
-    model = tra.Decoder(
-        tra.DecoderConfig(5, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism, embedding_init="normal")
-    )
+    config = tra.DecoderConfig(5, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism, embedding_init="normal")
+    model = tra.Decoder(dataclasses.replace(config, gate_bias=gate_bias))
     for name, weight in model.named_parameters():
         if name.endswith("attention.embedding"):  # cope's, which start at 0
             nn.init.normal_(weight)
@@ -153,19 +152,11 @@ def text(length: int) -> Stream:
     return Stream("drawn", tokens, np.array([[0, length - 1, -1]]), "bytes", 4)
 
 
-def forgetful() -> tra.Decoder:
-    """TRA that needn't read all, but for rows that keep nothing."""
-    model = decoder("tra")
-    for block in model.blocks:
-        block.attention.gate.bias.data.fill_(-1.0)
-    return model
-
-
 def test_walked_is_what_a_block_of_queries_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nearest key that every row of the block can stop at, row by row, over all blocks of three windows."""
     monkeypatch.setattr(module, "WINDOWS_OF_TEXT", 3)
     monkeypatch.setattr(module, "BLOCKS", 10**6)
-    model, stream, window = forgetful(), text(1000), 300
+    model, stream, window = decoder("tra", gate_bias=-1.0), text(1000), 300
     (found,) = diagnose_text(model, stream, (window,))
     read, behind = np.zeros((2, 4)), 0
     for start in (0, 349, 699):

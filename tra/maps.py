@@ -24,6 +24,7 @@ def attention_maps(model: Decoder, tokens: Tensor) -> npt.NDArray[np.uint8]:
     """Weights of every layer and head over a window `[1, T]` -> `[L, H, T, T]`, a byte each.
 
     0 is a key that is not seen or was dropped; 1 … 255 stand for 0 … 1, by the square root, so that small weights show.
+    Negative weights, which differential attention has, count as 0.
     """
     if MECHANISMS[model.config.mechanism].replaces_mlp:
         raise ValueError(f"{model.config.mechanism} has no attention to map")

@@ -108,10 +108,10 @@ def token_losses(
         tokens = torch.from_numpy(ids).to(device)
         with autocast(device, precision):
             hidden = model.hidden(tokens[:, :-1])
-        # The head in float32: rounded logits would add noise to every loss.
+        # The head not in bfloat16: rounded logits would add noise to every loss.
         targets = tokens[:, 1:].flatten()
         nothing = torch.zeros(len(targets), device=device)
-        scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.head.weight, targets, nothing)
+        scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.head.weight.float(), targets, nothing)
         for span, row in zip(batch, scored.losses.view(len(batch), -1).cpu().numpy(), strict=True):
             losses[span.scored : span.end + 1] = row[span.scored - span.start - 1 :]
             done += span.end + 1 - span.scored
@@ -137,7 +137,8 @@ def evaluate_text(
     known = min(model.config.vocab_size, VOCABULARIES[stream.tokenizer])  # a model's ids are rounded up
     check_ids(np.asarray(stream.tokens), known, stream.name)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")  # as in training; the head's inputs are bfloat16 on a GPU anyway
+    if precision != "float32":
+        torch.set_float32_matmul_precision("high")  # as in training: the head in TF32, where there is that
     try:
         for overlap in overlaps:
             for window in windows:
@@ -180,13 +181,13 @@ def evaluate_run_text(
     run: RunFolder, results: Iterator[tuple[WindowResult, Losses]], keep_losses: bool = False
 ) -> Iterator[WindowResult]:
     """Write each result to perplexity.jsonl as it comes, and on request the tokens' losses to losses-<text>.npz."""
-    kept: dict[str, dict[str, Any]] = {}
     for result, losses in results:
         put_row(run.perplexity_file, asdict(result), ("text", "window", "overlap", "precision"))
         if keep_losses:
-            arrays = kept.setdefault(result.text, {})
+            file = run.path / f"losses-{result.text}.npz"
+            arrays: dict[str, Any] = dict(np.load(file)) if file.is_file() else {}
             arrays[f"{result.window}/{result.overlap}"] = pack_losses(losses)
-            write_arrays(run.path / f"losses-{result.text}.npz", arrays)
+            write_arrays(file, arrays)
         yield result
 
 
@@ -207,8 +208,9 @@ def unpack_losses(packed: npt.NDArray[np.uint8]) -> Losses:
 
 def interval(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> tuple[float, float]:
     """95 % of the mean loss a token, when documents are drawn anew; the same draws for equally many documents."""
-    drawn = np.random.default_rng(0).integers(len(sums), size=(RESAMPLED, len(sums)))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    drawing = np.random.default_rng(0)
+    draws = (drawing.integers(len(sums), size=len(sums)) for _ in range(RESAMPLED))
+    means = [sums[drawn].sum() / counts[drawn].sum() for drawn in draws]
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 

@@ -95,6 +95,8 @@ def train(
     started = time.monotonic()
     device = pick_device() if device is None else device
     run = RunFolder(folder)
+    if config is not None:  # before there is a folder, or before an old one goes
+        config.task.build().check_data()
     config = run.start(config, resume=resume, overwrite=overwrite)
     if resume and run.weights_file.is_file():
         return Result(config.train.steps, "done")

@@ -135,6 +135,23 @@ def test_json_lines(tmp_path: Path) -> None:
     assert documents(tmp_path / "c.jsonl.gz") == wanted
 
 
+def test_json_lines_with_titles(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"title": "A", "text": "b"}\n{"title": "C", "text": "d\\n"}\n')
+    wanted = ["= A =\n\nb\n", "= C =\n\nd\n\n"]
+    assert documents(tmp_path / "a.jsonl", form="jsonl-titled") == wanted
+    assert documents(tmp_path, form="jsonl-titled") == wanted
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(ValueError, match=r'a\.jsonl, line 1: no field "title" that is a string'):
+        documents(tmp_path / "a.jsonl", form="jsonl-titled")
+
+
+def test_the_real_held_out_articles(gpt2: Tokenizer) -> None:
+    """Titled as those of the training stream are; with a separator each, as many tokens as their makers counted."""
+    found = documents(real("enwiki2015") / "valid.jsonl.xz", form="jsonl-titled")
+    assert len(found) == 120
+    assert sum(map(len, gpt2.encode_many(found))) + 120 == 443_489
+
+
 @pytest.fixture(params=[3, 2**16])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether blocks cut characters, ids and documents or not."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tra.text import VOCABULARIES, Tokenizer, TokenStore
+from tra.text.prepare import prepare
 from tra.text.store import Encoded, StoreWriter
 
 
@@ -131,3 +132,13 @@ def test_no_store_at_all(folder: Path, tmp_path: Path) -> None:
         TokenStore.open(tmp_path / "corpus")
     with pytest.raises(ValueError, match="is not a token store"):
         TokenStore.open(folder / "tokens.bin")
+
+
+def test_splits_are_named_after_their_corpus(tmp_path: Path, plain_bytes: Tokenizer) -> None:
+    """So that the validation texts of two corpora can stand in one table."""
+    (tmp_path / "a.txt").write_text("some text")
+    names = []
+    for place in ("one/valid", "two/valid", "three"):
+        prepare([tmp_path / "a.txt"], tmp_path / place, tokenizer=plain_bytes)
+        names.append(TokenStore.open(tmp_path / place).name)
+    assert names == ["one-valid", "two-valid", "three"]

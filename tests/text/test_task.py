@@ -214,6 +214,7 @@ def test_training_on_it_is_one_clear_line(stores: Path, name: str) -> None:
     data = f"task.arguments.data=stores/{name}"
     done = tra("train", "--preset", "text-demo", *TINY, data, "--out", "run", cwd=stores.parent)
     assert_one_line(done, BAD[name].format(f"stores/{name}"))
+    assert (stores.parent / "run").exists() == (name == "outside")  # which shows only when it is read
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +237,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("--text", "stores/damaged"), BAD["damaged"]),
         (("--windows", "7", "--overlap", "half"), "even to overlap by half, got 7"),
         (("--windows", "0"), "a window must be at least 1"),
+        (("--examples", "3"), "--splits, --examples and --rows are for tasks; this run learnt text"),
+        (("--text", "stores/short", "stores/../stores/short"), "two texts have the same name"),
+        (("--maps", "-1"), "--maps must not be negative, got -1"),
     ],
 )
 def test_evaluating_it_is_one_clear_line(stores: Path, trained: Path, arguments: tuple[str, ...], message: str) -> None:

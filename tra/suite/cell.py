@@ -30,7 +30,8 @@ def is_done(folder: Path) -> bool:
         stream = task.stream("valid")
         rows = read_rows(run.perplexity_file)
         windows = config.evaluate.windows or windows_that_fit(stream)
-        return {(stream.name, window) for window in windows} <= {(row["text"], row["window"]) for row in rows}
+        seen = {(row["text"], row["window"]) for row in rows if row["overlap"] == "none"}
+        return {(stream.name, window) for window in windows} <= seen
     files = [run.evaluation_file]
     if not MECHANISMS[config.model.mechanism].replaces_mlp:
         files.append(run.diagnosis_file)
@@ -61,7 +62,8 @@ def run_cell(folder: Path, device_name: str | None) -> int:
     if isinstance(task, Text):
         stream = task.stream("valid")
         windows = config.evaluate.windows or windows_that_fit(stream)
-        for measured in evaluate_run_text(run, evaluate_text(model, stream, windows, device=device)):
+        results = evaluate_text(model, stream, windows, batch_tokens=config.evaluate.batch_tokens, device=device)
+        for measured in evaluate_run_text(run, results):
             print(f"{measured.text}, {measured.window}: {measured.perplexity:.3f}", flush=True)
         return 0
     for found in evaluate_run(run, evaluate_task(model, task, config.evaluate, device=device)):

@@ -74,6 +74,9 @@ class Task(ABC):
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         return self._sample(split, batch_size, generator, torch.device(device))
 
+    def check_data(self) -> None:  # noqa: B027 most have nothing to check
+        """Whether what training reads is there and fits; a ValueError if not. A task that draws needs nothing."""
+
     def training_rows(self, seed: int, draw: int, rows: int, device: torch.device) -> Batch:
         """The rows of a run's `draw`-th draw; every draw of a run has as many."""
         return self.sample("train", rows, generator(seed, "train", draw, device), device)

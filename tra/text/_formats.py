@@ -86,8 +86,8 @@ def articles(lines: Iterable[str]) -> Iterator[tuple[bool, str]]:
         line, following, after = following, after, next(stream, None)
 
 
-def json_texts(lines: Iterable[str], path: Path) -> Iterator[str]:
-    """The `text` of each line."""
+def json_texts(lines: Iterable[str], path: Path, titled: bool = False) -> Iterator[str]:
+    """The `text` of each line; with its `title` above it, as Wikipedia's headings are, when `titled`."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -98,6 +98,10 @@ def json_texts(lines: Iterable[str], path: Path) -> Iterator[str]:
         text = row.get("text") if isinstance(row, dict) else None
         if not isinstance(text, str):
             raise ValueError(f'{path}, line {number:,}: no field "text" that is a string')
+        if titled:
+            if not isinstance(row.get("title"), str):
+                raise ValueError(f'{path}, line {number:,}: no field "title" that is a string')
+            text = f"= {row['title']} =\n\n{text}\n"
         try:
             text.encode()
         except UnicodeEncodeError:

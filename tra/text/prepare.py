@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tra.text._workers import encode_all
-from tra.text.sources import SPLITS, Source, find_sources
-from tra.text.store import FILES, StoreWriter
+from tra.text.sources import Source, find_sources
+from tra.text.store import FILES, SPLITS, StoreWriter
 from tra.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]

@@ -5,6 +5,7 @@
 | wikitext | wiki.train.raw, wiki.valid.tokens, wiki.test.detok.txt, …, or a folder of them | articles |
 | text | *.txt, or a folder of them in the order of their names | files |
 | jsonl | *.jsonl, or a folder of them | the `text` of each line |
+| jsonl-titled | the same, when asked for | the same, below a heading: `= title =` |
 | tokens | *.bin, uint16 with the separator before each document; several form one stream | the stream's |
 | hub | hub:DATASET:CONFIG, through the `datasets` library | WikiText's articles; rows of others |
 
@@ -21,11 +22,10 @@ from typing import Any, Protocol
 from tra.text._files import COMPRESSIONS, SourceFile, lines_of
 from tra.text._formats import Cutter, Piece, articles, json_texts, token_documents, token_ids
 from tra.text._hub import PREFIX, HubSplit, hub_splits
-from tra.text.store import Encoded
+from tra.text.store import SPLITS, Encoded
 from tra.text.tokenizer import Tokenizer
 
-FORMATS = ("auto", "wikitext", "text", "jsonl", "tokens")
-SPLITS = ("train", "valid", "test")
+FORMATS = ("auto", "wikitext", "text", "jsonl", "jsonl-titled", "tokens")
 
 _WIKITEXT = re.compile(rf"wiki\.({'|'.join(SPLITS)})\.(raw|tokens|detok\.txt)")
 _ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".bin": "tokens"}
@@ -67,8 +67,8 @@ class FileSource:
                     if begins:
                         yield from cutter.end()
                     yield from cutter.add(line)
-            elif self.form == "jsonl":
-                for document in json_texts(lines_of(text), file.path):
+            elif self.form.startswith("jsonl"):
+                for document in json_texts(lines_of(text), file.path, titled=self.form == "jsonl-titled"):
                     yield from cutter.add(document)
                     yield from cutter.end()
             else:
@@ -152,14 +152,15 @@ def _files(path: Path, form: str) -> list[tuple[Path, str]]:
     inside = [(file, _format_of(file)) for file in sorted(path.iterdir()) if file.is_file()]
     # Asked for by name, a file that would be taken for WikiText is the text that it is, too.
     files = [(file, _ENDINGS.get(_stem(file).suffix)) for file, _ in inside] if form != "auto" else inside
-    wanted = [(file, kind) for file, kind in files if kind is not None and form in ("auto", kind)]
+    asked = form.removesuffix("-titled")
+    wanted = [(file, kind) for file, kind in files if kind is not None and asked in ("auto", kind)]
     if not wanted:
         what = "wiki.*.raw, .txt, .jsonl or .bin" if form == "auto" else form
         raise ValueError(f"{path} holds no {what} files")
     kinds = list(dict.fromkeys(kind for _, kind in wanted))
     if len(kinds) > 1:
         raise ValueError(f"{path} holds {' and '.join(kinds)} files: say with --format which to take")
-    return wanted
+    return [(file, kind if form == "auto" else form) for file, kind in wanted]
 
 
 def _stem(path: Path) -> Path:

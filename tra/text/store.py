@@ -25,6 +25,9 @@ FORMAT = 1
 VERIFIED_BYTES = 2**30
 """Files up to this size have their checksum looked at whenever they are opened."""
 
+SPLITS = ("train", "valid", "test")
+"""Stores of one corpus, which are named after it too."""
+
 FILES = ("manifest.json", "tokens.bin", "documents.npy")
 _BLOCK = 2**20
 
@@ -48,7 +51,8 @@ class TokenStore:
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
-        self.name = path.resolve().name
+        place = path.resolve()
+        self.name = f"{place.parent.name}-{place.name}" if place.name in SPLITS else place.name
         self.manifest = manifest
         self.tokenizer_name: str = manifest["tokenizer"]["name"]
         self.fingerprint: str = manifest["tokenizer"]["fingerprint"]

@@ -21,7 +21,7 @@ from tra.naming import unknown_name
 from tra.tasks import Batch, Lengths, Task
 from tra.text import VOCABULARIES, TokenStore, load_tokenizer, shipped_text
 from tra.text.tokenizer import Tokenizer
-from tra.text.windows import training_windows, windows_per_epoch
+from tra.text.windows import training_windows
 
 HELD_OUT = 0.1
 """Of the shipped text, at its end, for validation."""
@@ -92,9 +92,10 @@ class Text(Task):
                 raise ValueError(
                     f"{stream.name} was made with the tokenizer {stream.tokenizer!r}, not {self.tokenizer!r}"
                 )
-            if windows_per_epoch(len(stream.tokens), self.window) < 1:
+            needed = 2 * self.window if split == "train" else self.window + 1  # training windows begin anywhere
+            if len(stream.tokens) < needed:
                 raise ValueError(
-                    f"windows of {self.window:,} tokens need a text of at least {2 * self.window:,}, "
+                    f"windows of {self.window:,} tokens need a text of at least {needed:,}, "
                     f"{stream.name} has {len(stream.tokens):,}"
                 )
             self._streams[split] = stream
@@ -112,6 +113,9 @@ class Text(Task):
         if split != "train":
             raise ValueError(f"{folder} has no store named {split}")
         return Stream.of_store(TokenStore.open(folder))
+
+    def check_data(self) -> None:
+        self.stream("train")
 
     def training_rows(self, seed: int, draw: int, rows: int, device: torch.device) -> Batch:
         """Every token once an epoch, in random windows."""
