@@ -55,6 +55,7 @@ report: setup ## Rebuild tables and figures under results/ from the committed ru
 	$(BIN)/tra report results/demo/tra results/demo/rope results/demo/forgetting --out results/demo
 	$(BIN)/tra report results/flipflop/tra results/flipflop/rope --out results/flipflop
 	$(BIN)/tra report results/rivals/*/ --out results/rivals
+	$(BIN)/tra report results/language/*/ --out results/language
 
 clean: ## Remove .venv and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo

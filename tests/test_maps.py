@@ -11,7 +11,7 @@ import torch
 
 import tra
 from tra.attention import MECHANISMS
-from tra.maps import WINDOW, attention_maps, weights_of, write_maps
+from tra.maps import LEVELS, WINDOW, attention_maps, weights_of, write_maps
 from tra.run import RunFolder
 from tra.text.task import Stream
 
@@ -41,7 +41,7 @@ def test_weights_come_back_within_half_a_step(mechanism: str) -> None:
         assert np.array_equal(np.isnan(found[layer]), (seen.logits[0] == -torch.inf).numpy())
         exact = seen.weights[0].clamp(0, 1).double().sqrt().numpy()
         off = np.abs(np.sqrt(found[layer].astype(np.float64)) - exact)
-        assert np.nanmax(off) <= 0.5 / 254 + 1e-6
+        assert np.nanmax(off) <= 0.5 / LEVELS + 1e-6
 
 
 def test_what_is_not_seen_and_what_is_dropped() -> None:

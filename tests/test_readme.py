@@ -17,6 +17,7 @@ from tra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+TEST_ARTICLES = ("wikitext-test", "none")
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -88,6 +89,17 @@ def test_its_training_steps_are_those_of_the_log() -> None:
     )
     assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in README
     assert f"{medium['tra']} ms and {medium['rope']} ms" in README
+
+
+def test_its_language_models_are_those_of_the_logs() -> None:
+    for name, label in (("tra", "TRA"), ("forgetting", "FoT"), ("rope", "RoPE")):
+        rows = read_rows(ROOT / "results/language" / name / "perplexity.jsonl")
+        found = {row["window"]: row["perplexity"] for row in rows if (row["text"], row["overlap"]) == TEST_ARTICLES}
+        assert f"| {label} | {found[128]:.1f} | {found[4096]:.1f} | {found[16384]:.1f} |" in README
+    tra, rope = json.loads((ROOT / "results/bench/step-language.json").read_text())["rows"]
+    assert f"{tra['step_ms']:.1f} ms and {tra['peak_mib'] / 1024:.1f} GiB, with RoPE {rope['step_ms']:.1f} ms" in README
+    prepared = json.loads((ROOT / "results/bench/prepare.json").read_text())["rows"][-1]
+    assert f"100 MB of English take {prepared['seconds']:.0f} s and {prepared['peak_mib']} MiB" in README
 
 
 def test_its_names_exist() -> None:

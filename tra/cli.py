@@ -341,12 +341,14 @@ def report(
         out: Where README.md and the figures go. A notes.md that lies there becomes part of a comparison.
     """
     from tra.report.comparison import write_comparison
+    from tra.report.language import write_language
     from tra.report.runs import read_runs
     from tra.report.summary import write_summary
 
     found = read_runs(runs)
     several = len({run.mechanism for run in found}) < len(found)
-    for path in (write_comparison if several else write_summary)(found, out):
+    write = write_language if found[0].is_text else write_comparison if several else write_summary
+    for path in write(found, out):
         print(path)
     return 0
 

@@ -18,12 +18,15 @@ from tra.text.task import Stream
 WINDOW = 256
 """Tokens of a map."""
 
+LEVELS = 63
+"""Steps between no weight and all of it: enough for the eye, and few enough to compress well."""
+
 
 @torch.no_grad()
 def attention_maps(model: Decoder, tokens: Tensor) -> npt.NDArray[np.uint8]:
     """Weights of every layer and head over a window `[1, T]` -> `[L, H, T, T]`, a byte each.
 
-    0 is a key that is not seen or was dropped; 1 … 255 stand for 0 … 1, by the square root, so that small weights show.
+    0 is a key that is not seen or was dropped; 1 … 64 stand for 0 … 1, by the square root, so that small weights show.
     Negative weights, which differential attention has, count as 0.
     """
     if MECHANISMS[model.config.mechanism].replaces_mlp:
@@ -33,7 +36,7 @@ def attention_maps(model: Decoder, tokens: Tensor) -> npt.NDArray[np.uint8]:
         found = []
         for layer, x in model.attention_inputs(tokens):
             seen = layer.attention_map(x)
-            steps = 1 + (254 * seen.weights.clamp(0, 1).sqrt()).round()
+            steps = 1 + (LEVELS * seen.weights.clamp(0, 1).sqrt()).round()
             found.append(torch.where(seen.logits > -torch.inf, steps, 0)[0].to(torch.uint8).cpu().numpy())
     return np.stack(found)
 
@@ -52,5 +55,5 @@ def write_maps(run: RunFolder, model: Decoder, stream: Stream, windows: int, dev
 
 def weights_of(maps: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     """What `attention_maps` kept, as weights; NaN where a key was not seen or dropped."""
-    weights = np.square((maps.astype(np.float32) - 1) / 254)
+    weights = np.square((maps.astype(np.float32) - 1) / LEVELS)
     return np.where(maps == 0, np.float32(np.nan), weights)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tra.attention import MECHANISMS
+from tra.config import RunConfig
 from tra.report.comparison import comparison_text, write_comparison
 from tra.report.runs import read_run, read_runs
 from tra.report.summary import summary_text, write_summary
@@ -30,7 +31,9 @@ def test_the_committed_comparison_is_current() -> None:
     assert {run.seed for run in runs} == {0, 1, 2}
     assert len(runs) == 3 * len(MECHANISMS)
     assert all(
-        run.config == cell.config.to_dict() for cell in suite("rivals") for run in [read_run(folder / cell.name)]
+        RunConfig.from_dict(run.config) == cell.config
+        for cell in suite("rivals")
+        for run in [read_run(folder / cell.name)]
     )
     assert (folder / "README.md").read_text() == comparison_text(runs, (folder / "notes.md").read_text())
 

@@ -18,6 +18,11 @@ class EvaluatedRun(NamedTuple):
     metrics: list[dict[str, Any]]
     evaluation: list[dict[str, Any]]
     diagnosis: list[dict[str, Any]]
+    perplexity: list[dict[str, Any]]
+
+    @property
+    def is_text(self) -> bool:
+        return self.config["task"]["name"] == "text"
 
     @property
     def mechanism(self) -> str:
@@ -29,18 +34,21 @@ class EvaluatedRun(NamedTuple):
 
 
 def read_run(folder: Path) -> EvaluatedRun:
-    files = {name: folder / name for name in ("config.json", "environment.json", "metrics.jsonl", "eval.jsonl")}
-    for file in files.values():
-        if not file.is_file():
-            hint = f"; run tra evaluate {folder} first" if file.name == "eval.jsonl" else ""
-            raise ValueError(f"{folder} can't be reported: it has no {file.name}{hint}")
-    return EvaluatedRun(
-        json.loads(files["config.json"].read_text()),
-        json.loads(files["environment.json"].read_text())["sessions"][-1],
-        read_rows(files["metrics.jsonl"]),
-        read_rows(files["eval.jsonl"]),
+    for name in ("config.json", "environment.json", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} can't be reported: it has no {name}")
+    run = EvaluatedRun(
+        json.loads((folder / "config.json").read_text()),
+        json.loads((folder / "environment.json").read_text())["sessions"][-1],
+        read_rows(folder / "metrics.jsonl"),
+        read_rows(folder / "eval.jsonl"),
         read_rows(folder / "diagnose.jsonl"),
+        read_rows(folder / "perplexity.jsonl"),
     )
+    if not (run.perplexity if run.is_text else run.evaluation):
+        file = "perplexity.jsonl" if run.is_text else "eval.jsonl"
+        raise ValueError(f"{folder} can't be reported: it has no {file}; run tra evaluate {folder} first")
+    return run
 
 
 def read_runs(folders: Sequence[Path]) -> list[EvaluatedRun]:
