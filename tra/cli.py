@@ -40,7 +40,7 @@ from tra.naming import unknown_name
 from tra.presets import PRESETS
 from tra.run import SHIPPED, RunFolder
 from tra.text import TokenStore
-from tra.text.prepare import NoSpaceError
+from tra.text.prepare import NoSpaceError, WorkerError
 from tra.text.prepare import prepare as prepare_stores
 from tra.text.task import Stream, Text
 from tra.text.tokenizer import load_tokenizer
@@ -554,7 +554,7 @@ def main() -> None:
     except ValueError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (training.DiskFullError, NoSpaceError) as error:
+    except (training.DiskFullError, NoSpaceError, WorkerError) as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

@@ -8,9 +8,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.text.data import SMALL_WIKITEXT, real
 from tra.bench.prepare import bench_prepare, family
 from tra.cli import main
 from tra.text import Tokenizer, TokenStore, shipped_text
-from tra.text.prepare import prepare
+from tra.text.prepare import WorkerError, prepare
 
 
 def tra(*arguments: str | Path, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -170,7 +171,7 @@ def test_a_worker_that_dies_is_noticed(gpt2: Tokenizer, tmp_path: Path) -> None:
         for worker in family(os.getpid())[1:]:
             os.kill(worker, signal.SIGKILL)
 
-    with pytest.raises(RuntimeError, match="a worker ended with status -9"):
+    with pytest.raises(WorkerError, match="a worker ended with status -9"):
         prepare([shipped_text()], tmp_path / "out", tokenizer=gpt2, jobs=2, progress=kill_workers)
     assert not list(tmp_path.iterdir())
 
@@ -333,3 +334,21 @@ def test_memory_does_not_grow_with_the_text() -> None:
     short, long = bench_prepare(megabytes=(5, 50))["rows"]
     assert long["megabytes"] > 9 * short["megabytes"]
     assert long["peak_mib"] < short["peak_mib"] + 16
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_one_clear_line(tmp_path: Path) -> None:
+    def say_more() -> None:
+        with suppress(BrokenPipeError):  # the command won't read to the end
+            (tmp_path / "endless.txt").write_bytes(20 * shipped_text().read_bytes())
+
+    with half_prepared(tmp_path) as (process, workers):
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        more = threading.Thread(target=say_more)
+        more.start()
+        _, error = process.communicate(timeout=60)
+        more.join()
+    assert process.returncode == 1
+    assert error.strip() == "tra: a worker ended with status -9: out of memory?"
+    assert [path.name for path in tmp_path.iterdir()] == ["endless.txt"]

@@ -35,6 +35,10 @@ serve(*sys.argv[2:])
 """
 
 
+class WorkerError(Exception):
+    """A process that encodes has died."""
+
+
 def encode_all(items: Iterable[Piece | Encoded], tokenizer: Tokenizer, jobs: int) -> Generator[Encoded, None, None]:
     """Every piece as ids, in order; what is encoded already passes through. One job stays in this process."""
     batches = _batches(items)
@@ -116,7 +120,7 @@ class _Worker:
             self.process.stdin.flush()
             encoded: list[Encoded] = pickle.load(self.process.stdout)
         except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            raise RuntimeError(f"a worker ended with status {self.process.wait()}: out of memory?") from None
+            raise WorkerError(f"a worker ended with status {self.process.wait()}: out of memory?") from None
         return encoded
 
     def close(self) -> None:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.text._workers import encode_all
+from tra.text._workers import WorkerError, encode_all
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter
 from tra.text.tokenizer import Tokenizer
+
+__all__ = ["NoSpaceError", "WorkerError", "prepare"]
 
 Progress = Callable[[str, int, int], None]
 """Called with a store's name, the bytes read for it, and all there are (0 if unknown)."""
