@@ -56,6 +56,8 @@ report: setup ## Rebuild tables and figures under results/ from the committed ru
 	$(BIN)/tra report results/flipflop/tra results/flipflop/rope --out results/flipflop
 	$(BIN)/tra report results/rivals/*/ --out results/rivals
 	$(BIN)/tra report results/language/*/ --out results/language
+	$(BIN)/tra bench figure results/bench/op-h200.json
+	$(BIN)/tra report --index results
 
 clean: ## Remove .venv and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo

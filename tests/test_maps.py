@@ -11,7 +11,8 @@ import torch
 
 import tra
 from tra.attention import MECHANISMS
-from tra.maps import LEVELS, WINDOW, attention_maps, weights_of, write_maps
+from tra.maps import WINDOW, attention_maps, write_maps
+from tra.report.attend import LEVELS, weights_of
 from tra.run import RunFolder
 from tra.text.task import Stream
 

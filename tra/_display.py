@@ -15,7 +15,6 @@ from tra.diagnose import Diagnosis
 from tra.evaluate import SplitResult
 from tra.perplexity import WindowResult
 from tra.rows import exact_text, length_text, mean_over_heads
-from tra.suite.local import Report
 from tra.train import Progress as TrainingProgress
 
 
@@ -108,20 +107,6 @@ class PrepareDisplay(_Display):
         if store not in self.tasks:
             self.tasks[store] = self.bar.add_task(f"preparing {store}", total=total or None)
         self.bar.update(self.tasks[store], completed=done)
-
-
-class SuiteDisplay(_Display):
-    """A bar over the cells of a suite; one line per cell when not on a terminal."""
-
-    def __init__(self, cells: int) -> None:
-        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.id = self.bar.add_task("cells", total=cells)
-
-    def __call__(self, report: Report) -> None:
-        self.bar.update(self.id, advance=1)
-        if not self.live or report.status == "failed":
-            line = f"{report.name}: {report.status} in {report.seconds:.0f}s {report.last_line}"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def metrics_line(metrics: dict[str, Any]) -> str:

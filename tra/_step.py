@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tra.config import RunConfig
+from tra.distributed import Ranks
 from tra.model import Decoder, masked_cross_entropy
 from tra.ops.linear_cross_entropy import linear_cross_entropy
 from tra.tasks import Batch
@@ -46,9 +47,15 @@ def loss_and_right(model: Decoder, batch: Batch, count: Tensor) -> tuple[Tensor,
 
 
 def make_step(
-    model: Decoder, optimizer: torch.optim.Optimizer, config: RunConfig, size: int, device: torch.device
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    size: int,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> StepFunction:
-    """The step of a run: batch -> `[COUNTS]` float64, on the device."""
+    """The step of a run: this process's rows -> `[COUNTS]` float64 of all processes, on the device."""
+    ranks = Ranks() if ranks is None else ranks
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
 
     def loss_and_counts(tokens: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +69,9 @@ def make_step(
 
     def step(batch: Batch) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        count = batch.loss_mask.sum().clamp(min=1)
+        count = batch.loss_mask.sum()
+        ranks.sum([count])
+        count = count.clamp(min=1)
         sums = torch.zeros(COUNTS, dtype=torch.float64, device=device)
         pieces = zip(*(x.chunk(config.train.accumulate) for x in batch), strict=True)
         for tokens, targets, loss_mask in pieces:
@@ -70,13 +79,15 @@ def make_step(
                 loss, counts = function(tokens, targets, loss_mask, count)
             loss.backward()
             sums += counts
+        ranks.sum([parameter.grad for parameter in parameters if parameter.grad is not None])
+        ranks.sum([sums])
         if config.optim.clip is not None:
             nn.utils.clip_grad_norm_(parameters, config.optim.clip)
         optimizer.step()
         return sums
 
     if compiled and device.type == "cuda":
-        return _graphed(step, model, optimizer, (config.train.batch_size, size), device)
+        return _graphed(step, model, optimizer, (config.train.batch_size // ranks.world, size), device)
     return step
 
 

@@ -17,6 +17,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text as RichText
 
 import tra
 from tra import diagnose as diagnosis
@@ -26,7 +27,6 @@ from tra import train as training
 from tra._display import (
     EvaluationDisplay,
     PrepareDisplay,
-    SuiteDisplay,
     TrainingDisplay,
     diagnosis_table,
     perplexity_table,
@@ -34,11 +34,14 @@ from tra._display import (
 )
 from tra.attention import MECHANISMS
 from tra.config import RunConfig
-from tra.maps import write_maps
+from tra.distributed import RankLostError, is_first
+from tra.maps import WINDOW, task_sequence, text_sequence, write_maps
+from tra.maps import attend as attend_to
 from tra.model import Decoder
 from tra.naming import unknown_name
 from tra.presets import PRESETS
-from tra.run import SHIPPED, RunFolder
+from tra.run import SHIPPED, RunFolder, write_arrays
+from tra.suite.grid import Cell, Suite
 from tra.text import TokenStore
 from tra.text.prepare import NoSpaceError, WorkerError
 from tra.text.prepare import prepare as prepare_stores
@@ -60,6 +63,8 @@ def train(
     device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None,
 ) -> int:
     """Train one run. A run is a folder; a killed one goes on with --resume as if nothing had happened.
+
+    Over several processes: torchrun --nproc-per-node 2 -m tra train …; each takes its part of every batch.
 
     Args:
         overrides: Changes to the config, as in train.steps=500 model.mechanism=rope; config.json of a run has all keys.
@@ -95,6 +100,8 @@ def train(
             device=training.pick_device(device),
             progress=display,
         )
+    if not is_first():
+        return 0
     if result.done:
         print(f"done after {result.step:,} steps: {out} (next: tra evaluate {out})")
         return 0
@@ -266,6 +273,86 @@ def _evaluate_text(
     return 0
 
 
+def attend(
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")],
+    /,
+    split: str | None = None,
+    seed: int | None = None,
+    text: str | None = None,
+    prompt: str | None = None,
+    start: int | None = None,
+    window: int | None = None,
+    layers: tuple[int, ...] = (),
+    heads: tuple[int, ...] = (),
+    rows: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="FROM TO")] = None,
+    keys: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="FROM TO")] = None,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    device: str | None = None,
+) -> int:
+    """Draw what runs attend to on one sequence, layer by layer and head by head; several runs side by side.
+
+    White is a key that was dropped, grey one that comes later. Queries at which an answer is due are framed, those
+    that keep no key have a cross. The numbers go to attend.npz in each run's folder.
+
+    Args:
+        runs: Run folders, or the name of a run that ships with the package (flipflop-tra). Several must know the same
+            task, or text by the same tokenizer.
+        split: Of a task: the split whose first test sequence is shown; the first that evaluation looks at by default.
+        seed: Of a task: of its test sequences; 0 by default.
+        text: Of flip-flop: a sequence, as in w1i0r1. Of a language model: a token store (tra prepare); the run's
+            validation text by default.
+        prompt: Of a language model: a text, written out.
+        start: Of a language model: the token of the store or text that comes first; 0 by default.
+        window: Of a language model: tokens to look at; 256 by default.
+        layers: Layers to show, counted from 0; all by default.
+        heads: Heads to show, counted from 0; all by default.
+        rows: Queries to show, TO not included; all by default, of more than 256 tokens the last 64.
+        keys: Keys to show; those up to the last query by default, beyond 256 tokens the same as rows.
+        out: The figure, .png, .svg or .pdf; attend.png by default, in the run's folder where that can be.
+        device: cpu or cuda; a GPU by default if there is one.
+    """
+    from tra.report.heatmaps import check_figure, draw_attention
+
+    if not runs:
+        raise ValueError("name at least one run")
+    chosen, folders = training.pick_device(device), [RunFolder.open(run) for run in runs]
+    ships = [SHIPPED in folder.path.resolve().parents for folder in folders]  # what ships stays as it is
+    if out is None:
+        out = Path("attend.png") if len(folders) > 1 or ships[0] else folders[0].path / "attend.png"
+    check_figure(out)
+    configs = [folder.config() for folder in folders]
+    tasks = [config.task.build() for config in configs]
+    if len({(task.name, task.tokenizer if isinstance(task, Text) else task.vocabulary) for task in tasks}) > 1:
+        raise ValueError("the runs learnt different tasks: attend to one at a time")
+    if isinstance(task := tasks[0], Text):
+        if split is not None or seed is not None:
+            raise ValueError("--split and --seed are for tasks; this run learnt text")
+        if prompt is not None and (text, start, window) != (None, None, None):
+            raise ValueError("give either --prompt or a window of a text")
+        store = None if text is None else Path(text)
+        size = WINDOW if window is None else window
+        shown = text_sequence(task, store=store, prompt=prompt, start=start or 0, window=size)
+    else:
+        if (prompt, start, window) != (None, None, None):
+            raise ValueError(f"--prompt, --start and --window are for language models; this run learnt {task.name}")
+        if text is not None and (split, seed) != (None, None):
+            raise ValueError("give either --text or a --split with its --seed")
+        split = split or next(iter(evaluation.chosen_splits(task, configs[0].evaluate)))
+        shown = task_sequence(task, split, seed or 0, text)
+    found = []
+    for folder, is_shipped in zip(folders, ships, strict=True):
+        model = folder.load_model(chosen)
+        found.append(attend_to(model, shown, rows=rows, keys=keys, layers=layers, heads=heads))
+        file = out.with_name(f"{out.stem}-{folder.path.name}.npz") if is_shipped else folder.path / "attend.npz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_arrays(file, found[-1]._asdict())
+        print(file)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw_attention(found, out)
+    print(out)
+    return 0
+
+
 def prepare(
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... DIR")],
     /,
@@ -330,21 +417,39 @@ def demo(out: Path = Path("demo"), seed: int = 0) -> int:
 
 
 def report(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
+    runs: tyro.conf.Positional[tuple[Path, ...]] = (),
     /,
     out: Path = Path("report"),
+    index: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
 ) -> int:
     """Tables and figures of evaluated runs of one task: one run per mechanism, or a comparison over several seeds.
 
+    Or a page: one HTML file, of runs of any tasks, with curves, tables and attention maps to look into.
+
     Args:
         runs: Run folders, each with an eval.jsonl.
-        out: Where README.md and the figures go. A notes.md that lies there becomes part of a comparison.
+        out: Where README.md and the figures go. A notes.md that lies there becomes part of a comparison. A name that
+            ends in .html is the page; attend.npz of a run (tra attend) becomes maps on it.
+        index: Write README.md of a folder of reports instead: a line for all that its index.json describes.
     """
     from tra.report.comparison import write_comparison
+    from tra.report.index import write_index
     from tra.report.language import write_language
     from tra.report.runs import read_runs
     from tra.report.summary import write_summary
 
+    if index is not None:
+        if runs:
+            raise ValueError("give either runs or --index")
+        print(write_index(index))
+        return 0
+    if out.suffix.lower() in (".html", ".htm"):
+        from tra.report.page import write_page
+
+        for problem in write_page(runs, out):
+            print(f"{problem.run} {problem.why}", file=sys.stderr)
+        print(out)
+        return 0
     found = read_runs(runs)
     several = len({run.mechanism for run in found}) < len(found)
     write = write_language if found[0].is_text else write_comparison if several else write_summary
@@ -354,7 +459,9 @@ def report(
 
 
 def bench(
-    what: tyro.conf.Positional[Literal["op", "sampling", "step", "prepare", "compare", "figure"]] = "op",
+    what: tyro.conf.Positional[
+        Literal["op", "trained", "sampling", "step", "cells", "prepare", "compare", "figure"]
+    ] = "op",
     /,
     files: tyro.conf.Positional[tuple[Path, ...]] = (),
     only: tuple[str, ...] = (),
@@ -365,11 +472,13 @@ def bench(
 
     Args:
         what: "op" is the operator: on a GPU the kernels against others' attention, on a CPU its implementations;
+            "trained RUN STORE" the kernels on what a trained language model makes of a text, on a GPU;
             "sampling" is what it adds to a training step; "step" is a whole training step of every mechanism, as a
-            ratio to RoPE's; "prepare [TEXT]" makes token stores of 25 and 100 MB of text. "compare OLD NEW" sets two
-            results side by side and fails where the new one is 10 % worse; "figure FILE" draws a GPU's "op" beside
-            the file.
-        files: Results as JSON, of "compare" and "figure"; of "prepare" a text, by default one made up.
+            ratio to RoPE's; "cells" is how many cells of a suite an hour sees, by how many run side by side;
+            "prepare [TEXT]" makes token stores of 25 and 100 MB of text. "compare OLD NEW" sets two results side by
+            side and fails where the new one is 10 % worse; "figure FILE" draws a GPU's "op" beside the file.
+        files: Results as JSON, of "compare" and "figure"; of "prepare" a text, by default one made up; of "trained" a
+            run and a token store.
         only: Of "step": these mechanisms; all by default.
         device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
@@ -378,12 +487,15 @@ def bench(
         return _bench_compare(files)
     if what == "figure":
         return _bench_figure(files)
-    if len(files) > (what == "prepare"):
+    if what == "trained" and len(files) != 2:
+        raise ValueError(f"bench trained takes a run and a token store, got {len(files)} names")
+    if what != "trained" and len(files) > (what == "prepare"):
         raise ValueError(f"bench {what} takes {'one text' if what == 'prepare' else 'no files'}, got {files[-1]}")
     for mechanism in only:
         if mechanism not in MECHANISMS:
             raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
-    from tra.bench.kernels import bench_kernels
+    from tra.bench.cells import bench_cells
+    from tra.bench.kernels import bench_kernels, bench_trained
     from tra.bench.op import bench_op
     from tra.bench.prepare import bench_prepare
     from tra.bench.sampling import bench_sampling
@@ -397,8 +509,15 @@ def bench(
         chosen = training.pick_device(device)
         if what == "op":
             result = bench_kernels(chosen, progress) if chosen.type == "cuda" else bench_op(progress)
+        elif what == "trained":
+            if chosen.type != "cuda":
+                raise ValueError("bench trained measures the kernels, which need a GPU")
+            run, stream = RunFolder.open(files[0]), Stream.of_store(TokenStore.open(files[1]))
+            result = bench_trained(chosen, run, stream, progress)
         elif what == "sampling":
             result = bench_sampling(chosen, progress)
+        elif what == "cells":
+            result = bench_cells(str(chosen), progress=progress)
         elif what == "prepare":
             result = bench_prepare(files[0] if files else None, progress)
         else:
@@ -448,47 +567,126 @@ def _bench_figure(files: tuple[Path, ...]) -> int:
 
 
 def suite(
-    action: tyro.conf.Positional[Literal["run"]],
-    name: tyro.conf.Positional[str],
+    action: tyro.conf.Positional[Literal["run", "status", "table", "merge"]],
+    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME | FOLDER ...")],
     /,
     only: tuple[str, ...] = (),
     out: Path | None = None,
     jobs: int = 1,
+    budget: Annotated[str | None, tyro.conf.arg(metavar="9m")] = None,
+    retry: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    engine: Literal["local", "ray"] = "local",
+    pack: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    format: Literal["markdown", "csv", "json"] = "markdown",
     device: str | None = None,
 ) -> int:
-    """Train, evaluate and diagnose a grid of runs. What is done is skipped; what was cut off goes on.
+    """Train and measure a grid of runs, and make its tables. What is done is skipped; what was cut off goes on.
 
     Args:
-        action: "run" it.
-        name: rivals (every mechanism on the demo's task, three seeds) or rivals-rates (their learning rates).
-        only: Mechanisms to run; all by default.
+        action: "run" it; "status" of its cells; its "table" as far as it has come; or "merge" run folders, or archives
+            that --pack made, of several machines into --out.
+        names: A suite: paper, paper-quick (the same in miniature), rivals, rivals-rates, language-rates, or a function
+            of your own as FILE.py:FUNCTION. Of "merge": what to bring together.
+        only: Tables and mechanisms to take; all by default.
         out: Where the runs go, a folder each; runs/<name> by default.
-        jobs: Runs side by side.
+        jobs: Runs side by side on this machine; with Ray, runs that share a GPU.
+        budget: Start only what fits, save the rest in time and end well, as in 9m.
+        retry: Run those again that failed.
+        engine: "ray" takes the cluster that RAY_ADDRESS names, or makes one of this machine.
+        pack: Leave the results, and small weights, as one archive.
+        format: Of the table.
         device: cpu or cuda; a GPU by default if there is one.
     """
-    from tra.suite.local import run_suite
-    from tra.suite.suites import suite as cells_of
+    if action == "merge":
+        return _suite_merge(names, out)
+    if len(names) != 1:
+        raise ValueError(f"suite {action} takes one suite, got {len(names)}")
+    from tra.suite import suite as suite_of
+    from tra.suite.grid import cells_of
 
-    for mechanism in only:
-        if mechanism not in MECHANISMS:
-            raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
-    cells = [cell for cell in cells_of(name) if not only or cell.config.model.mechanism in only]
+    chosen = suite_of(names[0])
+    cells = cells_of(chosen, only)
+    kept = {cell.name for cell in cells}
+    chosen = {
+        name: part._replace(cells=[cell for cell in part.cells if cell.name in kept]) for name, part in chosen.items()
+    }
+    chosen = {name: part for name, part in chosen.items() if part.cells}
+    out = Path("runs") / names[0].rpartition(":")[2] if out is None else out
+    if action == "status":
+        return _suite_status(cells, out)
+    if action == "table":
+        return _suite_table(chosen, out, format)
     training.pick_device(device)
-    out = Path("runs") / name if out is None else out
-    with SuiteDisplay(len(cells)) as display:
-        reports = run_suite(cells, out, jobs=jobs, device=device, progress=display)
+    if engine == "ray" and budget is not None:
+        raise ValueError("--budget is for this machine; Ray's tasks run to their end")
+    from tra._suite_view import SuiteView
+    from tra.suite.archive import pack as pack_results
+    from tra.suite.local import run_suite
+    from tra.suite.ray_engine import run_on_ray
+
+    seconds = None if budget is None else parse_duration(budget)
+    with SuiteView(chosen, cells, out, jobs, seconds) as view:
+        shared: Any = {"jobs": jobs, "device": device, "retry": retry, "progress": view, "tick": view.tick}
+        if engine == "ray":
+            reports = run_on_ray(cells, out, **shared)
+        else:
+            reports = run_suite(cells, out, budget=seconds, **shared)
+    if pack is not None:
+        print(f"{pack_results(out, pack)} runs packed: {pack}")
     failed = [report for report in reports if report.status == "failed"]
     for report in failed:
-        print(f"{report.name} failed: {report.last_line} (log: {out / report.name / 'log.txt'})", file=sys.stderr)
-    hint = f" (next: tra report {out}/*/)" if name == "rivals" and not failed else ""
-    print(f"{len(reports) - len(failed)} of {len(cells)} runs in {out} are done{hint}")
+        print(f"{report.name} failed: {report.last_lines}", file=sys.stderr)
+    done = sum(report.status in ("done", "skipped") for report in reports)
+    print(f"{done} of {len(cells)} runs in {out} are done (tra suite table {names[0]})")
     return 1 if failed else 0
+
+
+def _suite_status(cells: Sequence[Cell], out: Path) -> int:
+    from tra.suite.state import state
+
+    table = Table("cell", "status", "step", "last lines", box=None)
+    counts: dict[str, int] = {}
+    for cell in cells:
+        found = state(out / cell.folder)
+        counts[found.status] = counts.get(found.status, 0) + 1
+        table.add_row(
+            cell.name, found.status, f"{found.step:,} of {cell.config.train.steps:,}", RichText(found.last_lines)
+        )
+    Console().print(table)
+    print(", ".join(f"{number} {status}" for status, number in counts.items()))
+    return 0
+
+
+def _suite_table(suite: Suite, out: Path, format: str) -> int:
+    from tra.suite import table
+
+    entries = table.table(suite, out)
+    text = {"markdown": lambda: table.as_markdown(entries, suite), "csv": lambda: table.as_csv(entries)}
+    print(text.get(format, lambda: table.as_json(entries))(), end="")
+    return 0
+
+
+def _suite_merge(names: Sequence[str], out: Path | None) -> int:
+    from tra.suite.archive import merge
+
+    if out is None or not names:
+        raise ValueError("suite merge takes folders or archives, and --out where they go together")
+    merged = merge([Path(name) for name in names], out)
+    for warning in merged.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for conflict in merged.conflicts:
+        print(f"conflict: {conflict}", file=sys.stderr)
+    print(
+        f"{len(merged.taken)} runs taken into {out}, {len(merged.present)} were there, {len(merged.conflicts)} differ"
+    )
+    return 1 if merged.conflicts else 0
 
 
 VERBS: dict[str, Callable[..., int]] = {
     "demo": demo,
     "train": train,
     "evaluate": evaluate,
+    "attend": attend,
     "prepare": prepare,
     "report": report,
     "bench": bench,
@@ -556,6 +754,9 @@ def main() -> None:
         raise SystemExit(2) from None
     except (training.DiskFullError, NoSpaceError, WorkerError) as error:
         print(f"tra: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except RankLostError as error:
+        print(f"tra: {error}; go on with --resume", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("tra: interrupted", file=sys.stderr)

@@ -9,16 +9,18 @@ from rich.console import Console
 
 from tra import evaluate as evaluation
 from tra._display import EvaluationDisplay, TrainingDisplay, results_table
+from tra.maps import attend, task_sequence
 from tra.presets import preset
 from tra.report.exact_match import draw_exact_match
-from tra.run import RunFolder
+from tra.report.page import write_page
+from tra.run import RunFolder, write_arrays
 from tra.train import pick_device, train
 
 RIVALS = ("tra", "rope", "forgetting")
 
 
 def run_demo(out: Path, seed: int = 0) -> int:
-    """Train, evaluate, show a table, and save it with a figure under `out`."""
+    """Train, evaluate, show a table, and save a figure and a page under `out`."""
     console = Console()
     device = pick_device("cpu")
     config = preset("demo")
@@ -40,16 +42,21 @@ def run_demo(out: Path, seed: int = 0) -> int:
             console.print(f"stopped at step {result.step:,} of {mechanism}")
             return 130
         run = RunFolder(folder)
+        model = run.load_model()
         with EvaluationDisplay() as display:
-            found = evaluation.evaluate_task(run.load_model(), task, config.evaluate, progress=display)
+            found = evaluation.evaluate_task(model, task, config.evaluate, progress=display)
             results[mechanism] = list(evaluation.evaluate_run(run, found))
+        write_arrays(folder / "attend.npz", attend(model, task_sequence(task, "iid", seed))._asdict())
     console.print(results_table(results))
     figure = out / "exact-match.png"
     drawn = {name: [dataclasses.asdict(row) for row in rows] for name, rows in results.items()}
     draw_exact_match(drawn, figure, title=f"Flip-flop, trained on {train_length} symbols")
+    page = out / "report.html"
+    write_page([out / mechanism for mechanism in RIVALS], page)
     console.print(
         f"Keys that don't matter leave TRA's softmax and don't count as distance, so a longer sequence looks like a "
-        f"short one.\nFigure: {figure}. Runs: {out}. Next: . .venv/bin/activate, tra train --help",
+        f"short one.\nFigure: {figure}. Runs: {out}. Next: . .venv/bin/activate, tra train --help\n"
+        f"All of it, to open in a browser: {page}",
         highlight=False,
     )
     return 0

@@ -46,3 +46,11 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
             value = tensors[f"{key}.{name}"]
             on_cpu = key == "step" and parameter.device.type == "cpu"
             state[key] = value.clone() if on_cpu else value.to(parameter.device, copy=True)
+
+
+def empty_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The state after no step, to be filled."""
+    for parameter in model.parameters():
+        on_cpu = parameter.device.type == "cpu"
+        zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device="cpu" if on_cpu else parameter.device)} | zeros

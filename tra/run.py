@@ -78,12 +78,12 @@ class RunFolder:
         write_atomically(self.config_file, json.dumps(config.to_dict(), indent=2) + "\n")
         return config
 
-    def note_environment(self, device: torch.device) -> None:
+    def note_environment(self, device: torch.device, processes: int = 1) -> None:
         """Add this session to environment.json: a resumed run has several."""
         sessions = []
         if self.environment_file.is_file():
             sessions = json.loads(self.environment_file.read_text())["sessions"]
-        sessions.append(environment(device))
+        sessions.append(environment(device) | ({"processes": processes} if processes > 1 else {}))
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def save_weights(self, model: Decoder, step: int) -> None:

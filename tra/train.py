@@ -23,8 +23,9 @@ from torch import Tensor
 from tra._step import COUNTS, make_step
 from tra.checkpoint import State, load_checkpoint, save_checkpoint
 from tra.config import RunConfig
+from tra.distributed import RankLostError, Ranks, joined, local_device
 from tra.model import Decoder
-from tra.optim import adamw, load_optimizer_tensors, optimizer_tensors, set_rate
+from tra.optim import adamw, empty_state, load_optimizer_tensors, optimizer_tensors, set_rate
 from tra.rows import read_rows
 from tra.run import RunFolder, write_rows
 from tra.tasks import Batch, Task, stream_seed
@@ -93,16 +94,27 @@ def train(
         progress: Called after every step.
     """
     started = time.monotonic()
-    device = pick_device() if device is None else device
+    device = local_device(pick_device() if device is None else device)
     run = RunFolder(folder)
-    if config is not None:  # before there is a folder, or before an old one goes
-        config.task.build().check_data()
-    config = run.start(config, resume=resume, overwrite=overwrite)
-    if resume and run.weights_file.is_file():
-        return Result(config.train.steps, "done")
-    with _clear_when_full(run):
-        run.note_environment(device)
-        return Trainer(config, run, device, progress).run_to(None if time_limit is None else started + time_limit)
+
+    def claim() -> tuple[RunConfig, bool]:
+        """The config, and whether there is nothing left to do."""
+        if config is not None:  # before there is a folder, or before an old one goes
+            ranks.check(config.train)
+            config.task.build().check_data()
+        chosen = run.start(config, resume=resume, overwrite=overwrite)
+        ranks.check(chosen.train)
+        done = resume and run.weights_file.is_file()
+        if not done:
+            run.note_environment(device, ranks.world)
+        return chosen, done
+
+    with joined(device) as ranks, _clear_when_full(run):
+        chosen, done = ranks.done_by_first(claim)
+        if done:
+            return Result(chosen.train.steps, "done")
+        trainer = Trainer(chosen, run, device, progress if ranks.first else lambda _: None, ranks)
+        return trainer.run_to(None if time_limit is None else started + time_limit)
 
 
 class Trainer:
@@ -114,8 +126,10 @@ class Trainer:
         run: RunFolder,
         device: torch.device,
         progress: Callable[[Progress], None] = lambda _: None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config, self.run, self.device, self.progress = config, run, device, progress
+        self.ranks = Ranks() if ranks is None else ranks
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         self.task: Task = config.task.build()
@@ -128,7 +142,8 @@ class Trainer:
         self.saved_at = -1
         self.saving_took = 0.0
         self._restore()
-        self._step_function = make_step(self.model, self.optimizer, config, self.task.size("train"), device)
+        size = self.task.size("train")
+        self._step_function = make_step(self.model, self.optimizer, config, size, device, self.ranks)
 
     def run_to(self, deadline: float | None) -> Result:
         steps = self.config.train.steps
@@ -137,10 +152,15 @@ class Trainer:
             while self.step < steps:
                 now = time.monotonic()
                 reserve = 2.0 + 2 * slowest + 3 * self.saving_took
-                if signals.received or (deadline is not None and now + reserve > deadline):
+                late = deadline is not None and now + reserve > deadline
+                try:
+                    if self.ranks.agree(signals.received is not None or late):
+                        self._save()
+                        return Result(self.step, signals.received or "time limit")
+                    self.one_step()
+                except RankLostError as error:  # before the optimiser: this is the state after the last whole step
                     self._save()
-                    return Result(self.step, signals.received or "time limit")
-                self.one_step()
+                    raise RankLostError(f"{error}, at step {self.step:,}") from None
                 metrics = None
                 if self.step % self.config.train.log_every == 0 or self.step == steps:
                     metrics = self._log(time.monotonic() - begun, self.step - logged_at)
@@ -149,7 +169,8 @@ class Trainer:
                 slowest = max(slowest, time.monotonic() - now)
                 if self.step % self.config.train.checkpoint_every == 0 and self.step < steps:
                     self._save()
-        self.run.save_weights(self.model, self.step)
+        if self.ranks.first:
+            self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
 
     def one_step(self) -> None:
@@ -159,7 +180,8 @@ class Trainer:
 
     def optimise(self, batch: Batch) -> None:
         """One step on a batch, at this step's rate and with its dropout."""
-        torch.manual_seed(stream_seed(self.config.train.seed, "dropout", self.step))
+        stream = "dropout" if self.ranks.first else f"dropout/{self.ranks.rank}"
+        torch.manual_seed(stream_seed(self.config.train.seed, stream, self.step))
         set_rate(self.optimizer, self.config.optim.rate(self.step, self.config.train.steps))
         self.window += self._step_function(batch)
 
@@ -170,12 +192,12 @@ class Trainer:
         if self.drawn is None or self.drawn[0] != draw:
             seed = self.config.train.seed
             self.drawn = draw, self.task.training_rows(seed, draw, rows * STEPS_PER_DRAW, self.device)
-        return Batch(*(x[place * rows : (place + 1) * rows] for x in self.drawn[1]))
+        return Batch(*(self.ranks.rows(x[place * rows : (place + 1) * rows]) for x in self.drawn[1]))
 
     def _log(self, seconds: float, steps: int) -> dict[str, Any]:
         loss, correct, scored, exact, rows = self.window.tolist()
         self.window.zero_()
-        tokens = steps * self.batch.tokens.numel()
+        tokens = steps * self.batch.tokens.numel() * self.ranks.world
         window = rows / self.config.train.batch_size
         metrics: dict[str, Any] = {
             "step": self.step,
@@ -196,8 +218,9 @@ class Trainer:
             ]
             if dead:
                 metrics["dead_heads"] = dead
-        with self.run.metrics_file.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        if self.ranks.first:
+            with self.run.metrics_file.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
         return metrics
 
     def _statistics(self) -> dict[str, list[list[float]]]:
@@ -212,7 +235,7 @@ class Trainer:
         }
 
     def _save(self) -> None:
-        if self.saved_at == self.step:
+        if self.saved_at == self.step or not self.ranks.first:
             return
         begun = time.monotonic()
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -223,6 +246,20 @@ class Trainer:
         self.saved_at, self.saving_took = self.step, time.monotonic() - begun
 
     def _restore(self) -> None:
+        """The newest checkpoint, which the first process reads for all."""
+        if self.ranks.first:
+            self._read_checkpoint()
+        self.step = self.saved_at = self.ranks.from_first(self.step if self.saved_at >= 0 else -1)
+        if self.step < 0:
+            self.step = 0
+        if self.ranks.several:
+            if self.step > 0 and not self.ranks.first:
+                empty_state(self.model, self.optimizer)
+            tensors = [*self.model.state_dict().values(), self.window]
+            tensors += list(optimizer_tensors(self.model, self.optimizer).values())
+            self.ranks.copy_from_first(tensors)
+
+    def _read_checkpoint(self) -> None:
         state = load_checkpoint(self.run.checkpoint_folder, lambda text: self._say(f"warning: {text}"))
         rows = [row for row in read_rows(self.run.metrics_file) if state is not None and row["step"] <= state.step]
         if self.run.metrics_file.is_file():  # what came after the checkpoint will come again

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tra.bench.kernels import Case, cases, make_inputs, trained_inputs
+from tra.bench.kernels import SHIPPED, Case, cases, make_inputs, trained_inputs
 from tra.bench.results import compare
 from tra.cli import parse
+from tra.model import Decoder
+from tra.presets import preset
+from tra.run import RunFolder
+from tra.tasks import FlipFlop
 
 CPU = torch.device("cpu")
 ROWS = [
@@ -67,6 +71,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["compare", "old.json", "none.json"], "does not exist"),
         (["step", "old.json"], "takes no files"),
         (["step", "--only", "rop"], "did you mean 'rope'"),
+        (["trained", "flipflop-tra"], "takes a run and a token store, got 1 names"),
+        (["trained", "flipflop-tra", "nowhere", "--device", "cpu"], "the kernels, which need a GPU"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +94,17 @@ def test_cases_differ_and_have_their_kept_keys() -> None:
 
 
 def test_inputs_of_a_trained_model() -> None:
-    inputs = trained_inputs(200, CPU)
+    drawn = FlipFlop(202).sample("iid", 1, torch.Generator().manual_seed(0))
+    inputs = trained_inputs(RunFolder.open(SHIPPED), drawn.tokens[:, :200])
     assert inputs.query.shape == (4, 4, 200, 64)
     assert inputs.query.dtype == torch.bfloat16
     assert bool((inputs.log_forget < 0).all())
+
+
+def test_a_rival_has_no_gates_to_measure(tmp_path: Path) -> None:
+    config = preset("demo").override(["model.mechanism=rope", "model.d_model=16"])
+    run = RunFolder(tmp_path)
+    run.start(config, resume=True, overwrite=False)
+    run.save_weights(Decoder(config.model), 0)
+    with pytest.raises(ValueError, match=r"the kernels are TRA.s, but .* is of rope"):
+        trained_inputs(run, torch.zeros(1, 4, dtype=torch.int64))

@@ -14,7 +14,7 @@ from tra.config import RunConfig
 from tra.report.language import by_place, language_text, write_language
 from tra.report.perplexity import perplexity_curves, times_as_perplexed
 from tra.report.runs import EvaluatedRun, read_run, read_runs
-from tra.suite import suite
+from tra.suite import cells
 
 LANGUAGE = Path(__file__).parents[2] / "results" / "language"
 FOLDERS = sorted(path.parent for path in LANGUAGE.glob("*/config.json"))
@@ -58,7 +58,7 @@ def test_rates_are_those_of_the_search(tmp_path: Path) -> None:
     """Each cell of the search is in the archive with its config, and the runs have the best rate of their mechanism."""
     shutil.unpack_archive(LANGUAGE / "rates.tar.gz", tmp_path)
     best: dict[str, tuple[float, float, bool | None]] = {}
-    for cell in suite("language-rates"):
+    for cell in cells("language-rates"):
         assert RunConfig.load(tmp_path / cell.name / "config.json") == cell.config
         (found,) = map(json.loads, (tmp_path / cell.name / "perplexity.jsonl").read_text().splitlines())
         model = cell.config.model

@@ -13,7 +13,7 @@ from tra.config import RunConfig
 from tra.report.comparison import comparison_text, write_comparison
 from tra.report.runs import read_run, read_runs
 from tra.report.summary import summary_text, write_summary
-from tra.suite import suite
+from tra.suite import cells
 
 RESULTS = Path(__file__).parents[2] / "results"
 FLIPFLOP = RESULTS / "flipflop"
@@ -32,7 +32,7 @@ def test_the_committed_comparison_is_current() -> None:
     assert len(runs) == 3 * len(MECHANISMS)
     assert all(
         RunConfig.from_dict(run.config) == cell.config
-        for cell in suite("rivals")
+        for cell in cells("rivals")
         for run in [read_run(folder / cell.name)]
     )
     assert (folder / "README.md").read_text() == comparison_text(runs, (folder / "notes.md").read_text())
@@ -45,7 +45,7 @@ def test_a_comparison_has_means_and_ranges(tmp_path: Path) -> None:
         for row in map(json.loads, (path / "eval.jsonl").read_text().splitlines())
     }
     values = [rows[f"rope-{seed}", "4x"] for seed in (0, 1, 2)]
-    (readme,) = write_comparison(read_runs(sorted((RESULTS / "rivals").glob("rope-*"))), tmp_path)
+    readme, *_ = write_comparison(read_runs(sorted((RESULTS / "rivals").glob("rope-*"))), tmp_path)
     assert f"{sum(values) / 3:.3f} ({min(values):.3f}-{max(values):.3f})" in readme.read_text()
 
 
@@ -55,7 +55,9 @@ def test_results_stay_small() -> None:
 
 def test_a_table_says_what_the_rows_say(tmp_path: Path) -> None:
     paths = write_summary(read_runs([FLIPFLOP / "tra", FLIPFLOP / "rope"]), tmp_path / "out")
-    assert [path.name for path in paths] == ["README.md", "exact-match.png", "training.png"]
+    names = ["README.md", "exact-match.png", "exact-by-length.png", "training.png"]
+    assert [path.name for path in paths] == names
+    assert all(f"]({name})" in paths[0].read_text() for name in names[1:])
     assert all(path.stat().st_size > 500 for path in paths)
     assert "| sparse | 512 | 160,000 | 1.00000 (0.99998-1.00000) | 0.70158 (0.69933-0.70382) |" in paths[0].read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import fcntl
 import itertools
 import os
@@ -9,18 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tra.attention import MECHANISMS
-from tra.config import differences
+from tra.config import RunConfig, differences
 from tra.presets import preset
 from tra.rows import read_rows
 from tra.run import RunFolder, write_rows
-from tra.suite import SUITES, Cell, suite
-from tra.suite.cell import is_done, run_cell
+from tra.suite import SUITES, Cell, Part, cells, suite
+from tra.suite.cell import CUT_OFF, run_cell
+from tra.suite.grid import cells_of
 from tra.suite.local import run_suite
+from tra.suite.state import is_done, state
 
 SMALL = ("model.d_model=16", "task.arguments.length=16", "evaluate.examples=4", "evaluate.examples_of={}")
 
@@ -38,20 +42,75 @@ def cell(mechanism: str, steps: int = 4, seed: int = 0) -> Cell:
 
 @pytest.mark.parametrize("name", SUITES)
 def test_every_suite_names_its_cells_once(name: str) -> None:
-    cells = suite(name)
-    assert len({cell.name for cell in cells}) == len(cells)
+    found = cells(name)
+    assert len({cell.name for cell in found}) == len({cell.folder for cell in found}) == len(found)
     everyone = {"language-rates": {"tra", "rope", "forgetting", "cope"}}.get(name, set(MECHANISMS))
-    assert {cell.config.model.mechanism for cell in cells} == everyone
-    assert all(cell.config == cell.config.resolved() for cell in cells)
+    assert {cell.config.model.mechanism for cell in found} == everyone
+    assert all(cell.config == cell.config.resolved() for cell in found)
+
+
+def test_the_papers_tables() -> None:
+    """Every mechanism with four seeds, but for the cost, which is RoPE's and TRA's."""
+    for name, seeds in (("paper", 4), ("paper-quick", 2)):
+        tables = suite(name)
+        assert list(tables) == ["flipflop", "copy-induct", "instruct", "language", "cost"]
+        for part in list(tables.values())[:4]:
+            per_row = collections.Counter((cell.row, cell.config.model.mechanism) for cell in part.cells)
+            assert set(per_row.values()) == {seeds}
+            assert len({mechanism for _, mechanism in per_row}) == len(MECHANISMS)
+        assert [cell.config.model.mechanism for cell in tables["cost"].cells] == ["rope", "tra", "rope", "tra"]
+
+
+def test_a_digest_is_that_of_what_is_said() -> None:
+    """Names and defaults don't change it, everything else does."""
+    one = cell("tra")
+    assert one._replace(name="other").digest == one.digest
+    said = one.config.to_dict()
+    del said["train"]["accumulate"], said["model"]["cope_positions"]
+    assert one._replace(config=RunConfig.from_dict(said)).digest == one.digest
+    for change in ("train.seed=9", "model.d_model=18", "task.arguments.length=18", 'evaluate.splits=["iid"]'):
+        assert one._replace(config=one.config.override([change])).digest != one.digest
+
+
+def test_a_name_stands_for_one_config() -> None:
+    twice = {"a": Part([cell("tra")]), "b": Part([cell("tra")])}
+    assert len(cells_of(twice)) == 1
+    with pytest.raises(ValueError, match=r"two cells are called tra-0, but their configs differ in train\.steps"):
+        cells_of({"a": Part([cell("tra"), cell("tra", steps=5)])})
+
+
+def test_parts_and_mechanisms_can_be_chosen() -> None:
+    tables = {"a": Part([cell("tra"), cell("rope")]), "b": Part([cell("tra", seed=1)])}
+    assert [c.name for c in cells_of(tables, ["a"])] == ["tra-0", "rope-0"]
+    assert [c.name for c in cells_of(tables, ["tra"])] == ["tra-0", "tra-1"]
+    assert [c.name for c in cells_of(tables, ["a", "tra"])] == ["tra-0"]
+    with pytest.raises(ValueError, match="unknown part or mechanism 'rop': did you mean 'rope'"):
+        cells_of(tables, ["rop"])
+
+
+def test_a_suite_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tests.suite.test_local import cell\nfrom tra.suite import Part\n"
+        "def two():\n    return {'t': Part([cell('tra'), cell('rope')])}\ndef wrong():\n    return [1]\n"
+    )
+    assert [c.name for c in cells(f"{file}:two")] == ["tra-0", "rope-0"]
+    for name, message in (
+        (f"{file}:three", "has no function three"),
+        (f"{file}:wrong", "must return a dict of Parts, got list"),
+        (f"{tmp_path}/none.py:two", "there is no file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            suite(name)
 
 
 def test_the_seeds_that_chose_the_rates_are_not_those_of_the_table() -> None:
-    seeds = [{cell.config.train.seed for cell in suite(name)} for name in ("rivals", "rivals-rates")]
+    seeds = [{cell.config.train.seed for cell in cells(name)} for name in ("rivals", "rivals-rates")]
     assert not seeds[0] & seeds[1]
 
 
 def test_language_rates_differ_in_nothing_but_what_they_compare() -> None:
-    configs = [cell.config.to_dict() for cell in suite("language-rates")]
+    configs = [cell.config.to_dict() for cell in cells("language-rates")]
     compared = {"model.mechanism", "model.qk_norm", "model.block", "model.gate_bias", "optim.lr"}
     for one, other in itertools.combinations(configs, 2):
         assert set() < set(differences(one, other)) <= compared
@@ -64,37 +123,49 @@ def test_unknown_suite() -> None:
 
 @pytest.mark.slow
 def test_cells_end_evaluated_and_diagnosed_and_are_not_run_twice(tmp_path: Path) -> None:
-    cells = [cell("tra"), cell("lstm")]
-    assert [report.status for report in run_suite(cells, tmp_path, jobs=2, device="cpu")] == ["done", "done"]
-    assert all(is_done(tmp_path / c.name) for c in cells)
-    assert len(read_rows(tmp_path / "tra-0" / "diagnose.jsonl")) == 5
-    assert len(read_rows(tmp_path / "lstm-0" / "eval.jsonl")) == 5
-    assert [report.status for report in run_suite(cells, tmp_path, jobs=2, device="cpu")] == ["skipped", "skipped"]
-    with pytest.raises(ValueError, match=r"another config; it differs in train\.steps"):
-        run_suite([cell("tra", steps=5)], tmp_path, device="cpu")
+    two = [cell("tra"), cell("lstm")]
+    assert [report.status for report in run_suite(two, tmp_path, jobs=2, device="cpu")] == ["done", "done"]
+    assert all(is_done(tmp_path / c.folder) for c in two)
+    assert len(read_rows(tmp_path / two[0].folder / "diagnose.jsonl")) == 5
+    assert len(read_rows(tmp_path / two[1].folder / "eval.jsonl")) == 5
+    assert [report.status for report in run_suite(two, tmp_path, jobs=2, device="cpu")] == ["skipped", "skipped"]
+    longer = cell("tra", steps=5)  # the same name, and another cell
+    assert [report.status for report in run_suite([longer], tmp_path, device="cpu")] == ["done"]
+    assert is_done(tmp_path / two[0].folder)
+    assert is_done(tmp_path / longer.folder)
 
 
 @pytest.mark.slow
 def test_a_failed_cell_says_why_and_the_others_go_on(tmp_path: Path) -> None:
     broken = cell("rope")
     good = cell("nope")
-    (tmp_path / broken.name / "checkpoints").mkdir(parents=True)
-    (tmp_path / broken.name / "metrics.jsonl").mkdir()
+    (tmp_path / broken.folder / "checkpoints").mkdir(parents=True)
+    (tmp_path / broken.folder / "metrics.jsonl").mkdir()
     reports = {report.name: report for report in run_suite([broken, good], tmp_path, device="cpu")}
     assert reports[good.name].status == "done"
     assert reports[broken.name].status == "failed"
-    assert "metrics.jsonl" in reports[broken.name].last_line
+    assert "metrics.jsonl" in reports[broken.name].last_lines
+    (tmp_path / broken.folder / "metrics.jsonl").rmdir()
+    (again,) = run_suite([broken], tmp_path, device="cpu")  # it isn't tried again by itself
+    assert (again.status, again.last_lines) == ("failed", reports[broken.name].last_lines)
+    assert state(tmp_path / broken.folder).status == "failed"
+    (retried,) = run_suite([broken], tmp_path, device="cpu", retry=True)
+    assert retried.status == "done"
+    assert state(tmp_path / broken.folder).status == "done"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_told_to_stop_it_stops_its_cells_which_save(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_told_to_stop_it_stops_its_cells_which_save(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "from pathlib import Path; from tests.suite.test_local import cell; from tra.suite.local import run_suite; "
         f"run_suite([cell('rope', steps=3000)], Path({str(tmp_path)!r}), device='cpu')"
     )
+    folder = cell("rope", steps=3000).folder
     process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-    metrics = tmp_path / "rope-0" / "metrics.jsonl"
+    metrics = tmp_path / folder / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while len(read_rows(metrics)) < 20:
         assert time.monotonic() < deadline
@@ -102,13 +173,19 @@ def test_told_to_stop_it_stops_its_cells_which_save(tmp_path: Path, number: sign
         time.sleep(0.05)
     os.kill(process.pid, number)
     assert process.wait(timeout=60) != 0
-    assert not is_done(tmp_path / "rope-0")
-    steps = len(read_rows(metrics))
-    assert list((tmp_path / "rope-0" / "checkpoints").iterdir())  # told to stop, the cell had time to save
-    assert steps < 1500
-    with (tmp_path / "rope-0" / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is left who works on it
-        assert run_cell(tmp_path / "rope-0", "cpu") == 1  # and who comes while another does, leaves
+    assert not is_done(tmp_path / folder)
+    assert len(read_rows(metrics)) < 1500
+    with (tmp_path / folder / "lock").open() as lock:
+        while True:  # killed, the suite can't wait for its cell, which ends by itself
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            assert number == signal.SIGKILL
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert list((tmp_path / folder / "checkpoints").iterdir())  # told to stop, the cell had time to save
+        monkeypatch.setattr("tra.suite.cell.PATIENCE", 0.2)
+        assert run_cell(tmp_path / folder, "cpu") == CUT_OFF  # and who comes while another does, leaves
 
 
 def test_a_cell_of_text_ends_with_its_perplexities(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tra.config import RunConfig
-from tra.suite import suite
+from tra.suite import cells
 from tra.suite.suites import RATES
 
 LOGS = Path(__file__).parents[2] / "results/rivals/rates.tar.gz"
@@ -23,7 +23,7 @@ def test_rates_are_those_of_the_lowest_training_loss() -> None:
                 assert file is not None
                 files[member.name] = file.read().decode()
     losses: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for cell in suite("rivals-rates"):
+    for cell in cells("rivals-rates"):
         config = RunConfig.from_dict(json.loads(files[f"rates/{cell.name}/config.json"]))
         assert config == cell.config
         last = json.loads(files[f"rates/{cell.name}/metrics.jsonl"].splitlines()[-1])

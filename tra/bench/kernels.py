@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +24,7 @@ from tra.ops._inputs import compute_dtype
 from tra.run import RunFolder, environment
 from tra.tasks import generator
 from tra.tasks.flipflop import FlipFlop
+from tra.text.task import Stream
 
 HEADS, TOKENS = 8, 32_768
 LENGTHS = (256, 1024, 4096, 16_384, 65_536, 131_072)
@@ -57,7 +59,8 @@ class Case(NamedTuple):
 def make_inputs(case: Case, device: torch.device) -> Inputs:
     """Normalised random queries and keys: half of the keys kept, or one in a hundred, or none by one row in 64."""
     if case.content == "trained":
-        return trained_inputs(case.length, device)
+        drawn = FlipFlop(case.length + 2).sample("iid", 1, generator(0, "bench", device=device), device)
+        return trained_inputs(RunFolder.open(SHIPPED), drawn.tokens[:, : case.length])
     draws = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -77,10 +80,11 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
     return _leaves(query, key, draw(case.width), gate)
 
 
-def trained_inputs(length: int, device: torch.device) -> Inputs:
-    """Queries, keys, values and gates of the shipped flip-flop run on one sequence of its task; layers as the batch."""
-    model = RunFolder.open(SHIPPED).load_model(device)
-    drawn = FlipFlop(length + 2).sample("iid", 1, generator(0, "bench", device=device), device)
+def trained_inputs(run: RunFolder, tokens: Tensor) -> Inputs:
+    """Queries, keys, values and gates of a trained TRA run on one sequence `[1, T]`; layers as the batch."""
+    model = run.load_model(tokens.device)
+    if model.config.mechanism != "tra":
+        raise ValueError(f"the kernels are TRA's, but {run.path} is of {model.config.mechanism}")
     found: list[tuple[Tensor, ...]] = []
 
     def look(layer: Any, given: tuple[Tensor, ...]) -> None:
@@ -89,7 +93,7 @@ def trained_inputs(length: int, device: torch.device) -> Inputs:
 
     hooks = [block.get_submodule("attention").register_forward_pre_hook(look) for block in model.blocks]
     with torch.no_grad():
-        model(drawn.tokens[:, :length])
+        model.hidden(tokens)
     for hook in hooks:
         hook.remove()
     return _leaves(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -252,6 +256,33 @@ def bench_kernels(
         "check": checked,
         "rows": rows,
     }
+
+
+def bench_trained(
+    device: torch.device,
+    run: RunFolder,
+    stream: Stream,
+    progress: Callable[[str], None] = lambda _: None,
+    lengths: Sequence[int] = (4096, 16_384, 65_536),
+) -> dict[str, Any]:
+    """The queries, keys and gates of a language model reading a text, at lengths that the text has."""
+    checked = {str(width): check(width, device) for width in (64, 128)}
+    rows: list[dict[str, Any]] = []
+    for length in (length for length in lengths if length <= len(stream.tokens)):
+        ids = torch.from_numpy(np.asarray(stream.tokens[:length]).astype(np.int64)).to(device)
+        inputs = trained_inputs(run, ids[None])
+        case = Case(inputs.query.shape[-1], length, "init", "trained")
+        grad_out = torch.randn_like(inputs.value)
+        for name, attend in contenders(case).items():
+            for mode in ("forward", "forward and backward"):
+                progress(f"{name}, {mode}, {length:,} tokens")
+                rows.append(_row(case, inputs, name, mode, attend, grad_out))
+        del inputs, grad_out
+        torch.cuda.empty_cache()
+    for row in rows:
+        _compare_with_flash(row, rows)
+    facts = {"run": run.path.name, "text": stream.name, "config": run.config().to_dict()}
+    return {"environment": environment(device) | {"triton": _triton_version()}, "check": checked, **facts, "rows": rows}
 
 
 def _row(

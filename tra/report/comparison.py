@@ -6,24 +6,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.report._style import NAMES
+from tra.report._names import FAILURES, NAMES
+from tra.report.figures import links, write_figures
 from tra.report.runs import EvaluatedRun
 from tra.rows import length_text, mean_over_heads
 
-FAILURES = {
-    "negative_mass": "mass on keys of negative content score",
-    "reversed": "pairs of keys not in the order of content; dropped pairs count as in order",
-    "reversed_kept": "the same, of pairs that are both kept",
-    "lifted": "pairs in which a key of negative content stands above one of positive content",
-}
-
 
 def write_comparison(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
-    """README.md; what stands in notes.md beside it is taken in."""
+    """README.md and figures; what stands in notes.md beside it is taken in."""
     out.mkdir(parents=True, exist_ok=True)
     readme, notes = out / "README.md", out / "notes.md"
     readme.write_text(comparison_text(runs, notes.read_text() if notes.is_file() else ""))
-    return [readme]
+    return [readme, *write_figures(runs, out)]
 
 
 def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
@@ -53,9 +47,11 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
             for split in splits
         ]
         lines.append(_row(_name(mechanism), [f"{group[0].config['optim']['lr']:g}", *cells]))
+    lines += links(runs, "exact-by-length.png")
     if notes:
         lines += ["", notes.strip()]
     lines += ["", "## The two failures", "", "Means over layers, heads and seeds, at queries where an answer is due."]
+    lines += links(runs, "failures.png")
     for measure, title in FAILURES.items():
         if not any(row.get(measure) for run in runs for row in run.diagnosis):
             continue
@@ -80,6 +76,8 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         cells = [", ".join(part for part in column if part) for column in zip(*parts, strict=True)]
         if any(cells):
             lines.append(_row(_name(mechanism), cells))
+    lines += links(runs, "heads.png", "kept.png")
+    lines += ["", "## Training", *links(runs, "training.png")]
     lines += [
         "",
         "## Made by",

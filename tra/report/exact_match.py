@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tra.report._style import NAMES, colour, styled
+from tra.report._style import NAMES, colour, hatch, save, styled
 
 
 def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
@@ -31,7 +31,10 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
                 [max(0.0, row["exact"] - row["low"]) for row in rows],
                 [max(0.0, row["high"] - row["exact"]) for row in rows],
             ]
-            axes.bar(places, heights, width * 0.95, color=colour(mechanism), label=NAMES.get(mechanism, mechanism))
+            bars = axes.bar(places, heights, width * 0.95, color=colour(mechanism), edgecolor="white", linewidth=0)
+            for bar in bars:
+                bar.set_hatch(hatch(mechanism))
+            bars.set_label(NAMES.get(mechanism, mechanism))
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
                 axes.text(place, row["high"] + 0.015, f"{100 * row['exact']:.0f}", ha="center", fontsize=8)
@@ -46,5 +49,4 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
             axes.text(longer - 0.45, 1.1, "longer than trained →", fontsize=8, va="bottom")
         axes.set_title(title, fontsize=10, loc="left", pad=28)
         axes.legend(ncols=len(results), loc="lower left", bbox_to_anchor=(0.0, 1.02))
-        figure.savefig(path)
-        plt.close(figure)
+        save(figure, path)

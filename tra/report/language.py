@@ -13,12 +13,11 @@ from tra.report.perplexity import (
     Curve,
     draw_perplexity,
     draw_positions,
-    in_order,
     perplexity_curves,
     times_as_perplexed,
 )
-from tra.report.runs import EvaluatedRun
-from tra.report.training import draw_training
+from tra.report.runs import EvaluatedRun, in_order
+from tra.report.training import draw_training, training_curves
 
 PLACES_AT = 4096
 """The window whose places are shown."""
@@ -36,7 +35,7 @@ def write_language(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     first = texts(runs)[0]
     if rows := by_place(runs, first):
         draw_positions(rows, places, f"{first}, window {PLACES_AT:,}")
-    draw_training({run.mechanism: run.metrics for run in runs}, training)
+    draw_training(training_curves(runs), training)
     return [path for path in (readme, curves, places, training) if path.is_file()]
 
 

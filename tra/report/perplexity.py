@@ -9,8 +9,8 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 
-from tra.report._style import NAMES, colour, styled
-from tra.report.runs import EvaluatedRun
+from tra.report._style import look, save, styled
+from tra.report.runs import EvaluatedRun, in_order
 
 DRAWS = 2000
 
@@ -46,12 +46,6 @@ def perplexity_curves(runs: Sequence[EvaluatedRun], text: str, overlap: str = "n
     return found
 
 
-def in_order(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Mechanisms as tables show them."""
-    present = dict.fromkeys(run.mechanism for run in runs)
-    return [*(name for name in NAMES if name in present), *(name for name in present if name not in NAMES)]
-
-
 def times_as_perplexed(run: EvaluatedRun, other: EvaluatedRun, text: str, window: int) -> tuple[float, float, float]:
     """Perplexity of `run` over that of `other`, with a 95 % interval: the same documents drawn anew for both."""
     (a,), (b,) = (
@@ -79,13 +73,9 @@ def draw_perplexity(curves: dict[str, dict[str, Curve]], trained_at: int, path: 
         figure, panels = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.6), sharey=True, squeeze=False)
         for axes, (text, by_mechanism) in zip(panels[0], curves.items(), strict=True):
             for mechanism, curve in by_mechanism.items():
-                label = NAMES.get(mechanism, mechanism)
-                axes.plot(
-                    curve.windows, curve.perplexity, color=colour(mechanism), marker="o", markersize=3, label=label
-                )
-                axes.fill_between(
-                    curve.windows, curve.low, curve.high, color=colour(mechanism), alpha=0.12, linewidth=0
-                )
+                style = look(mechanism)
+                axes.plot(curve.windows, curve.perplexity, **style)
+                axes.fill_between(curve.windows, curve.low, curve.high, color=style["color"], alpha=0.12, linewidth=0)
             axes.axvline(trained_at, color="black", linewidth=0.8, linestyle=":")
             axes.set(xscale="log", yscale="log", title=text, xlabel="window, tokens")
             windows = sorted({window for curve in by_mechanism.values() for window in curve.windows})
@@ -99,8 +89,7 @@ def draw_perplexity(curves: dict[str, dict[str, Curve]], trained_at: int, path: 
         panels[0][0].set_yticks(ticks, [str(tick) for tick in ticks])
         panels[0][0].set_ylabel("perplexity")
         panels[0][0].legend()
-        figure.savefig(path)
-        plt.close(figure)
+        save(figure, path)
 
 
 def draw_positions(rows: dict[str, list[tuple[int, float | None, int]]], path: Path, title: str) -> None:
@@ -110,10 +99,7 @@ def draw_positions(rows: dict[str, list[tuple[int, float | None, int]]], path: P
         for mechanism, places in rows.items():
             seen = [(end, mean) for end, mean, _ in places if mean is not None]
             ends, means = zip(*seen, strict=True)
-            axes.plot(
-                ends, means, color=colour(mechanism), marker="o", markersize=3, label=NAMES.get(mechanism, mechanism)
-            )
+            axes.plot(ends, means, **look(mechanism))
         axes.set(xscale="log", xlabel="place in the window, up to", ylabel="nats a token", title=title)
         axes.legend()
-        figure.savefig(path)
-        plt.close(figure)
+        save(figure, path)

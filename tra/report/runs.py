@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tra.report._names import NAMES
 from tra.rows import read_rows
 
 
@@ -67,3 +68,9 @@ def read_runs(folders: Sequence[Path]) -> list[EvaluatedRun]:
     if len({tuple(row["split"] for row in run.evaluation) for run in found}) > 1:
         raise ValueError("the runs were evaluated on different splits: evaluate them alike first")
     return found
+
+
+def in_order(runs: Sequence[EvaluatedRun]) -> list[str]:
+    """Mechanisms as tables show them."""
+    present = dict.fromkeys(run.mechanism for run in runs)
+    return [*(name for name in NAMES if name in present), *(name for name in present if name not in NAMES)]

@@ -7,16 +7,16 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tra.report._style import COLOURS, SETTINGS
+from tra.report._style import COLOURS, SETTINGS, save
 
 LINES = {
-    # (contender, gates): label, colour, line
-    ("SDPA flash", "init"): ("SDPA flash", "#D55E00", "-"),
-    ("SDPA cuDNN", "init"): ("SDPA cuDNN", "#E69F00", "-"),
-    ("tra, full walk", "init"): ("TRA, every key read", COLOURS["tra-threshold-only"], "-"),
-    ("tra", "-0.01"): ("TRA, δ = −0.01", COLOURS["tra"], ":"),
-    ("tra", "-0.05"): ("TRA, δ = −0.05", COLOURS["tra"], "--"),
-    ("tra", "init"): ("TRA, gates at initialisation", COLOURS["tra"], "-"),
+    # (contender, gates): label, colour, line and marker
+    ("SDPA flash", "init"): ("SDPA flash", "#D55E00", "-s"),
+    ("SDPA cuDNN", "init"): ("SDPA cuDNN", "#E69F00", "--^"),
+    ("tra, full walk", "init"): ("TRA, every key read", COLOURS["tra-threshold-only"], "-.D"),
+    ("tra", "-0.01"): ("TRA, δ = −0.01", COLOURS["tra"], ":v"),
+    ("tra", "-0.05"): ("TRA, δ = −0.05", COLOURS["tra"], "--P"),
+    ("tra", "init"): ("TRA, gates at initialisation", COLOURS["tra"], "-o"),
 }
 
 
@@ -37,7 +37,7 @@ def write_speed_figure(result: dict[str, Any], out: Path) -> Path:
                 rows.sort(key=lambda row: row["length"])
                 lengths = [row["length"] for row in rows]
                 per_token = [1e6 * row["ms"] / (row["length"] * row["batch"]) for row in rows]
-                axis.plot(lengths, per_token, line, color=colour, marker="o", markersize=3, label=label)
+                axis.plot(lengths, per_token, line, color=colour, markersize=3.5, label=label)
             axis.set(xscale="log", yscale="log", title=mode, xlabel="tokens of a sequence")
             axis.set_xticks([2**n for n in (8, 10, 12, 14, 16, 18, 20)])
             axis.set_xticklabels(["256", "1k", "4k", "16k", "64k", "256k", "1M"])
@@ -49,6 +49,5 @@ def write_speed_figure(result: dict[str, Any], out: Path) -> Path:
         device = result["environment"]["device"]
         figure.suptitle(f"Attention, 8 heads of 64, bfloat16, {device}", fontsize=10)
         figure.tight_layout()
-        figure.savefig(out)
-        plt.close(figure)
+        save(figure, out)
     return out

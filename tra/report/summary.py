@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from tra.report.exact_match import draw_exact_match
+from tra.report.figures import links, write_figures
 from tra.report.runs import EvaluatedRun
-from tra.report.training import draw_training
 from tra.rows import exact_text, length_text
 
 
 def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
-    """README.md, exact-match.png and training.png of runs of one task, one run per mechanism."""
+    """README.md and figures of runs of one task, one run per mechanism."""
     runs = {run.mechanism: run for run in runs_read}
     out.mkdir(parents=True, exist_ok=True)
-    readme, exact, training = out / "README.md", out / "exact-match.png", out / "training.png"
+    readme, exact = out / "README.md", out / "exact-match.png"
     readme.write_text(summary_text(runs))
     first = next(iter(runs.values()))
     title = f"{first.config['task']['name']}, {first.metrics[-1]['step']:,} training steps"
     draw_exact_match({name: run.evaluation for name, run in runs.items()}, exact, title=title)
-    draw_training({name: run.metrics for name, run in runs.items()}, training)
-    return [readme, exact, training]
+    return [readme, exact, *write_figures(runs_read, out)]
 
 
 def summary_text(runs: dict[str, EvaluatedRun]) -> str:
@@ -43,8 +42,7 @@ def summary_text(runs: dict[str, EvaluatedRun]) -> str:
     lines += [
         "",
         "![exact match](exact-match.png)",
-        "",
-        "![training loss](training.png)",
+        *links(list(runs.values())),
         "",
         "| run | " + " | ".join(runs) + " |",
         "|---|" + "---|" * len(runs),

@@ -1,5 +1,6 @@
-"""Grids of runs: named cells, each a whole run config, trained, evaluated and diagnosed side by side."""
+"""Grids of runs: tables made of named cells, each a whole run config, run to their end on one machine or many."""
 
-from tra.suite.suites import SUITES, Cell, suite
+from tra.suite.grid import Cell, Part, Suite
+from tra.suite.suites import SUITES, cells, suite
 
-__all__ = ["SUITES", "Cell", "suite"]
+__all__ = ["SUITES", "Cell", "Part", "Suite", "cells", "suite"]

@@ -1,46 +1,41 @@
-"""One cell to its end, in a process of its own: `python -m tra.suite.cell FOLDER DEVICE`."""
+"""One cell to its end, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS]]`."""
 
 from __future__ import annotations
 
 import fcntl
+import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from tra.attention import MECHANISMS
+import torch
+
 from tra.diagnose import diagnose_run, diagnose_task
-from tra.evaluate import chosen_splits, evaluate_run, evaluate_task
-from tra.perplexity import evaluate_run_text, evaluate_text, windows_that_fit
-from tra.rows import read_rows
+from tra.evaluate import evaluate_run, evaluate_task
+from tra.model import Decoder
+from tra.perplexity import evaluate_run_text, evaluate_text
 from tra.run import RunFolder
+from tra.suite.state import is_done, missing
 from tra.text.task import Text
 from tra.train import Progress, pick_device, train
 
+__all__ = ["CUT_OFF", "is_done", "run_cell"]
 
-def is_done(folder: Path) -> bool:
-    """Trained, evaluated on every split of its config, and diagnosed where there is attention to look at.
-
-    Of text: trained, with the perplexity of its validation text at every window of its config.
-    """
-    run = RunFolder(folder)
-    if not run.config_file.is_file() or not run.weights_file.is_file():
-        return False
-    config = run.config()
-    task = config.task.build()
-    if isinstance(task, Text):
-        stream = task.stream("valid")
-        rows = read_rows(run.perplexity_file)
-        windows = config.evaluate.windows or windows_that_fit(stream)
-        seen = {(row["text"], row["window"]) for row in rows if row["overlap"] == "none"}
-        return {(stream.name, window) for window in windows} <= seen
-    files = [run.evaluation_file]
-    if not MECHANISMS[config.model.mechanism].replaces_mlp:
-        files.append(run.diagnosis_file)
-    wanted = set(chosen_splits(task, config.evaluate))
-    return all(wanted <= {row["split"] for row in read_rows(file)} for file in files)
+CUT_OFF = 75
+"""Exit status of a cell that saved in time and has more to do (EX_TEMPFAIL)."""
 
 
-def run_cell(folder: Path, device_name: str | None) -> int:
-    """Train (or go on), evaluate, diagnose. Says what it does line by line."""
+PATIENCE = 20.0
+"""Seconds to wait for another process to leave the cell."""
+
+
+def run_cell(folder: Path, device_name: str | None, seconds: float | None = None) -> int:
+    """Train (or go on), then measure what is missing. Says what it does line by line; stops in time."""
+    deadline = None if seconds is None else time.monotonic() + seconds
     device, run = pick_device(device_name), RunFolder(folder)
 
     def say(progress: Progress) -> None:
@@ -48,31 +43,68 @@ def run_cell(folder: Path, device_name: str | None) -> int:
             print(f"step {progress.step} loss {progress.metrics['loss']:.4f}", flush=True)
 
     lock = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locked(lock):
         print("another process works on this cell", flush=True)
-        return 1
-    result = train(None, folder, resume=True, device=device, progress=say)
+        return CUT_OFF
+    result = train(None, folder, resume=True, time_limit=seconds, device=device, progress=say)
     if not result.done:
         print(f"stopped at step {result.step}: {result.reason}", flush=True)
-        return 143
-    config, model = run.config(), run.load_model(device)
-    task = config.task.build()
-    if isinstance(task, Text):
-        stream = task.stream("valid")
-        windows = config.evaluate.windows or windows_that_fit(stream)
-        results = evaluate_text(model, stream, windows, batch_tokens=config.evaluate.batch_tokens, device=device)
-        for measured in evaluate_run_text(run, results):
-            print(f"{measured.text}, {measured.window}: {measured.perplexity:.3f}", flush=True)
-        return 0
-    for found in evaluate_run(run, evaluate_task(model, task, config.evaluate, device=device)):
-        print(f"{found.split}: {found.exact:.4f}", flush=True)
-    if not MECHANISMS[config.model.mechanism].replaces_mlp:
-        for diagnosis in diagnose_run(run, diagnose_task(model, task, config.evaluate, device=device)):
-            print(f"{diagnosis.split}: diagnosed", flush=True)
+        return CUT_OFF if result.reason == "time limit" else 143
+    for line in _measure(run, run.load_model(device), device):
+        print(line, flush=True)
+        if deadline is not None and time.monotonic() > deadline and not missing(run).nothing:
+            print("stopped between two measurements: time limit", flush=True)
+            return CUT_OFF
     return 0
 
 
+def _locked(lock: IO[str]) -> bool:
+    """Whoever had it before may be saving still."""
+    patience = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > patience:
+                return False
+            time.sleep(0.1)
+
+
+def _end_with_parent() -> None:
+    """Stop, and save, when whoever started this is gone: nobody would wait for it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _measure(run: RunFolder, model: Decoder, device: torch.device) -> Iterator[str]:
+    """What is missing, each written to its file as it comes."""
+    config, left = run.config(), missing(run)
+    task = config.task.build()
+    if isinstance(task, Text):
+        if left.windows:
+            tokens = config.evaluate.batch_tokens
+            results = evaluate_text(model, task.stream("valid"), left.windows, batch_tokens=tokens, device=device)
+            for measured in evaluate_run_text(run, results):
+                yield f"{measured.text}, {measured.window}: {measured.perplexity:.3f}"
+        return
+    if left.splits:
+        evaluated = evaluate_task(model, task, config.evaluate, splits=left.splits, device=device)
+        for found in evaluate_run(run, evaluated):
+            yield f"{found.split}: {found.exact:.4f}"
+    if left.diagnoses:
+        diagnosed = diagnose_task(model, task, config.evaluate, splits=left.diagnoses, device=device)
+        for diagnosis in diagnose_run(run, diagnosed):
+            yield f"{diagnosis.split}: diagnosed"
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_cell(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None))
+    _end_with_parent()
+    device_given = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-" else None
+    raise SystemExit(run_cell(Path(sys.argv[1]), device_given, float(sys.argv[3]) if len(sys.argv) > 3 else None))

@@ -1,14 +1,13 @@
-"""Suites by name: one function each, which returns its cells."""
+"""Suites by name: one function each, which returns its tables' cells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from tra.attention import MECHANISMS
 from tra.config import RunConfig
-from tra.naming import unknown_name
 from tra.presets import preset
+from tra.suite.grid import Cell, Part, Suite, cells_of, load_suite
 
 RATES = {
     "tra": 3e-4,
@@ -31,13 +30,6 @@ RATES = {
 """Learning rates of `rivals`: those with the lowest final training loss in `rivals-rates`, mean over its seeds."""
 
 
-class Cell(NamedTuple):
-    """One run of a grid, whose folder has its name."""
-
-    name: str
-    config: RunConfig
-
-
 def _demo(mechanism: str, rate: float, seed: int) -> RunConfig:
     """The demo's run. Not compiled: a model this small would wait longer for the compiler than it trains."""
     return preset("demo").override(
@@ -45,23 +37,25 @@ def _demo(mechanism: str, rate: float, seed: int) -> RunConfig:
     )
 
 
-def rivals() -> list[Cell]:
+def rivals() -> Suite:
     """Every mechanism on the demo's flip-flop, three seeds each, at the rate that `rivals-rates` found for it."""
-    return [
+    cells = [
         Cell(f"{mechanism}-{seed}", _demo(mechanism, RATES[mechanism], seed))
         for mechanism in MECHANISMS
         for seed in (0, 1, 2)
     ]
+    return {"rivals": Part(cells)}
 
 
-def rivals_rates() -> list[Cell]:
+def rivals_rates() -> Suite:
     """Every mechanism at three learning rates, with two seeds that `rivals` doesn't use."""
-    return [
-        Cell(f"{mechanism}-{rate}-{seed}", _demo(mechanism, rate, seed))
+    cells = [
+        Cell(f"{mechanism}-{rate}-{seed}", _demo(mechanism, rate, seed), f"{mechanism}, {rate:g}")
         for seed in (100, 101)
         for mechanism in MECHANISMS
         for rate in (3e-4, 1e-3, 3e-3)
     ]
+    return {"rates": Part(cells)}
 
 
 LANGUAGE_VARIANTS: dict[str, list[str]] = {
@@ -79,7 +73,7 @@ LANGUAGE_VARIANTS: dict[str, list[str]] = {
 SEARCHED = (5e-4, 1e-3, 2e-3)
 
 
-def language_rates() -> list[Cell]:
+def language_rates() -> Suite:
     """The paper's language models in 1,500 steps, judged at the window they train on: rates, norms, blocks, gates.
 
     What was plain with pre-norm (1e-3 for those without norm, slow gates no gain) isn't searched again with the
@@ -91,21 +85,99 @@ def language_rates() -> list[Cell]:
     for name, changes in LANGUAGE_VARIANTS.items():
         for rate in rates.get(name, (1e-3,)):
             settings = [*data, *changes, f"optim.lr={rate}"]
-            cells.append(Cell(f"{name}-{rate}", preset("wikitext-quick").override(settings)))
+            cells.append(Cell(f"{name}-{rate}", preset("wikitext-quick").override(settings), f"{name}, {rate:g}"))
         for rate in SEARCHED if name != "cope" else ():
             settings = [*data, *changes, "model.block=pre", f"optim.lr={rate}"]
-            cells.append(Cell(f"{name}-pre-{rate}", preset("wikitext-quick").override(settings)))
-    return cells
+            row = f"{name}, pre-norm, {rate:g}"
+            cells.append(Cell(f"{name}-pre-{rate}", preset("wikitext-quick").override(settings), row))
+    return {"rates": Part(cells, "perplexity")}
 
 
-SUITES: dict[str, Callable[[], list[Cell]]] = {
+SEEDS = (0, 1, 2, 3)
+
+
+def _grid(
+    presets: Sequence[str], seeds: Sequence[int] = SEEDS, changes: Sequence[str] = (), label: str = ""
+) -> list[Cell]:
+    """Every mechanism on every preset."""
+    return [
+        Cell(
+            f"{label or name}-{mechanism}-{seed}",
+            preset(name).override([*changes, f"model.mechanism={mechanism}", f"train.seed={seed}"]),
+            f"{label or name}, {mechanism}" if len(presets) > 1 else "",
+        )
+        for name in presets
+        for mechanism in MECHANISMS
+        for seed in seeds
+    ]
+
+
+def _cost(name: str, sizes: dict[str, list[str]], changes: Sequence[str]) -> list[Cell]:
+    return [
+        Cell(
+            f"cost-{size}-{mechanism}",
+            preset(name).override([*changes, *shape, f"model.mechanism={mechanism}"]),
+            f"{size}, {mechanism}",
+        )
+        for size, shape in sizes.items()
+        for mechanism in ("rope", "tra")
+    ]
+
+
+TINY = ["model.n_layers=2", "model.n_heads=2", "model.d_model=128"]
+
+
+def paper() -> Suite:
+    """The paper's tables, every mechanism, four seeds: weeks of one GPU. Rates are the presets', the same for all."""
+    window = ["task.arguments.window=256", "train.steps=20000", "evaluate.windows=[256]"]
+    return {
+        "flipflop": Part(_grid(["flipflop"])),
+        "copy-induct": Part(_grid(["copy", "copy-small", "induct", "induct-small"])),
+        "instruct": Part(_grid(["instruct"])),
+        "language": Part(_grid(["wikitext"]), "perplexity"),
+        "cost": Part(_cost("wikitext", {"tiny": TINY, "medium": []}, window), "cost"),
+    }
+
+
+def paper_quick() -> Suite:
+    """The same in miniature, on a CPU, two seeds: what the tables look like, not what they say."""
+    small = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.batch_size=16", "train.compile=off"]
+    short = [*small, "train.steps=60", "train.log_every=20", "train.checkpoint_every=20", "evaluate.examples=20"]
+    lengths = ["task.arguments.longest=8", "evaluate.examples_of={}", 'evaluate.splits=["iid","9-16","8x"]']
+    flipflop = [*short, "task.arguments.length=16", "evaluate.examples_of={}"]
+    few = (0, 1)
+    text = [*short, "evaluate.windows=[128,256]"]
+    instruct = [*short, "task.arguments.longest=8", 'evaluate.splits=["iid"]']
+    return {
+        "flipflop": Part(_grid(["demo"], few, flipflop, "flipflop")),
+        "copy-induct": Part(_grid(["copy-quick", "induct-quick"], few, [*short, *lengths])),
+        "instruct": Part(_grid(["instruct-quick"], few, instruct)),
+        "language": Part(_grid(["text-demo"], few, text, "language"), "perplexity"),
+        "cost": Part(
+            _cost(
+                "text-demo",
+                {"tiny": [], "wider": ["model.d_model=64"]},
+                [*text, "task.arguments.window=256", "evaluate.windows=[256]"],
+            ),
+            "cost",
+        ),
+    }
+
+
+SUITES: dict[str, Callable[[], Suite]] = {
+    "paper": paper,
+    "paper-quick": paper_quick,
     "rivals": rivals,
     "rivals-rates": rivals_rates,
     "language-rates": language_rates,
 }
 
 
-def suite(name: str) -> list[Cell]:
-    if name not in SUITES:
-        raise ValueError(unknown_name("suite", name, SUITES))
-    return SUITES[name]()
+def suite(name: str) -> Suite:
+    """By name, or FILE.py:FUNCTION."""
+    return load_suite(name, SUITES)
+
+
+def cells(name: str, only: Sequence[str] = ()) -> list[Cell]:
+    """Of a suite, by name."""
+    return cells_of(suite(name), only)

@@ -1,0 +1,91 @@
+"""Tables of what is there: means, spread, the best and the worst, in three forms."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.suite.test_local import cell
+from tra._suite_view import SuiteView
+from tra.run import RunFolder, write_rows
+from tra.suite.grid import Part
+from tra.suite.local import Report
+from tra.suite.table import as_csv, as_json, as_markdown, table
+
+
+def written(out: Path) -> dict[str, Part]:
+    """TRA with two seeds, RoPE with one of two."""
+    cells = [cell("tra"), cell("tra", seed=1), cell("rope"), cell("rope", seed=1)]
+    for number, each in enumerate(cells[:3]):
+        run = RunFolder(out / each.folder)
+        run.start(each.config, resume=True, overwrite=False)
+        write_rows(run.evaluation_file, [{"split": "iid", "exact": (1.0, 0.5, 0.25)[number]}])
+        rows = [
+            {"step": step, "loss": 1.0, "tokens_per_second": speed} for step, speed in ((1, 1), (2, 512), (4, 1024))
+        ]
+        write_rows(run.metrics_file, rows)
+    return {"flip": Part(cells)}
+
+
+def exists(folder: Path) -> bool:
+    return folder.exists()
+
+
+def test_entries(tmp_path: Path) -> None:
+    tra, rope = table(written(tmp_path), tmp_path, exists)
+    assert (tra.row, tra.column, tra.mean, tra.seeds, tra.best, tra.worst) == ("tra", "iid", 0.75, 2, 1.0, 0.5)
+    assert tra.deviation == pytest.approx(math.sqrt(0.125))
+    assert (rope.mean, rope.deviation, rope.seeds) == (0.25, None, 1)
+
+
+def test_forms(tmp_path: Path) -> None:
+    suite = written(tmp_path)
+    entries = table(suite, tmp_path, exists)
+    text = as_markdown(entries, suite)
+    assert "| tra | 2 of 2 | 0.75 ± 0.35 (worst 0.5) |" in text
+    assert "| rope | 1 of 2 | 0.25 |" in text
+    assert [row["mean"] for row in csv.DictReader(io.StringIO(as_csv(entries)))] == ["0.75", "0.25"]
+    assert [row["worst"] for row in json.loads(as_json(entries))] == [0.5, 0.25]
+
+
+def test_cost_is_a_step_and_a_ratio(tmp_path: Path) -> None:
+    """Batches of 64 × 16 symbols, at a median of 768 tokens a second; the compiler's first line doesn't count."""
+    cells = written(tmp_path)["flip"].cells
+    suite = {"cost": Part([each._replace(row=f"tiny, {each.config.model.mechanism}") for each in cells[1:3]], "cost")}
+    found = {(entry.row, entry.column): entry.mean for entry in table(suite, tmp_path, exists)}
+    assert found["tiny, tra", "ms a step"] == pytest.approx(1e3 * 64 * 16 / 768)
+    assert found["tiny, tra", "over RoPE's"] == 1.0
+
+
+def test_the_screen_shows_what_is_known(tmp_path: Path) -> None:
+    suite = written(tmp_path)
+    cells = suite["flip"].cells
+    view = SuiteView(suite, cells, tmp_path, jobs=2, budget=600)
+    for report in (
+        Report("tra-0", "done", 10.0),
+        Report("tra-1", "started"),
+        Report("rope-0", "failed", 3.0, "out of [memory]"),
+    ):
+        view(report)
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(view.screen())
+    text = console.export_text()
+    for part in ("1 of 4 done, 1 running, 1 failed", "about 10s left", "budget 10m00s", "tra-1", "4 of 4", "1.0000"):
+        assert part in text
+    assert "rope-0 failed: out of [memory]" in text
+    assert "flip" in text
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = written(tmp_path)
+    view = SuiteView(suite, suite["flip"].cells, tmp_path, jobs=1)
+    view(Report("tra-0", "started"))
+    view(Report("tra-0", "done", 12.0))
+    view(Report("rope-0", "failed", 1.0, "one\ntwo"))
+    assert capsys.readouterr().out.splitlines() == ["tra-0: done in 12s (1 of 4)", "rope-0: failed in 1s: two (1 of 4)"]

@@ -1,0 +1,176 @@
+"""Attention of runs on one sequence, drawn: a panel per layer and head, runs side by side.
+
+White is a key that was dropped, grey one that comes later; a frame is a query at which an answer is due, a cross one
+that keeps no key at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import numpy.typing as npt
+from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from tra.report._style import NAMES, save, styled
+from tra.report.attend import Attended, weights_of
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+LARGEST = 18.0
+"""Inches of all panels together, each way: cells shrink to fit, and then not every token has room on the axes."""
+
+FONT = 4.5
+"""Points of the smallest token."""
+
+_LATER, _DROPPED, _DUE, _NULL = "#E4E4E4", "#FFFFFF", "#D55E00", "#000000"
+_WEIGHTS = ListedColormap(mpl.colormaps["YlGnBu"](np.linspace(0.12, 1, 256)))  # no weight is white
+_NORM = PowerNorm(0.5, 0.0, 1.0)  # so that small weights show
+
+
+def check_figure(path: Path) -> None:
+    """Before work is spent on it."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"a figure ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {path.name!r}")
+
+
+class Panel(NamedTuple):
+    """One layer and head of one run."""
+
+    run: int
+    layer: int
+    head: int
+    row: int  # in the grid
+    column: int
+    weights: npt.NDArray[Any]  # [R, C], NaN where a key is not seen or dropped
+    later: npt.NDArray[np.bool_]  # [R, C], keys that stand after the query
+    due: list[int]  # rows at which an answer is due
+    null: list[int]  # rows that keep no key
+
+
+def panels(found: Sequence[Attended]) -> list[Panel]:
+    """What is drawn where: a row per layer, and a column per head of the first run, then of the next."""
+    result, before = [], 0
+    for run, attended in enumerate(found):
+        later = attended.columns > attended.rows[:, None]
+        due = np.flatnonzero(np.isin(attended.rows, attended.marked)).tolist()
+        for row, layer in enumerate(attended.layers.tolist()):
+            for column, head in enumerate(attended.heads.tolist()):
+                null = np.flatnonzero(attended.null[row, column]).tolist()
+                weights = weights_of(attended.weights[row, column])
+                result.append(Panel(run, layer, head, row, before + column, weights, later, due, null))
+        before += len(attended.heads)
+    return result
+
+
+def draw_attention(found: Sequence[Attended], path: Path, names: Sequence[str] = ()) -> None:
+    """Draw runs that looked at the same window of the same sequence.
+
+    Args:
+        found: Per run what `tra attend` kept.
+        path: Where the figure goes; the suffix says the format.
+        names: What the runs are called; their mechanisms by default.
+    """
+    check_figure(path)
+    first = found[0]
+    for other in found[1:]:
+        if any(not np.array_equal(a, b) for a, b in zip(first[:4], other[:4], strict=True)):
+            raise ValueError("the runs looked at different windows: attend to the same sequence with all of them")
+    drawn = panels(found)
+    names = names or [NAMES.get(attended.mechanism, attended.mechanism) for attended in found]
+    n_rows, n_columns = (1 + max(getattr(panel, way) for panel in drawn) for way in ("row", "column"))
+    tall, wide = drawn[0].weights.shape
+    cell = min(0.11, LARGEST / (n_columns * wide), LARGEST / (n_rows * tall))
+    cell = max(cell, min(0.3, 1.6 / max(tall, wide)))  # a short sequence is still a figure
+    font = min(8.0, max(FONT, 66 * cell))
+    labels = [[shown_symbol(symbol) for symbol in symbols] for symbols in (first.row_symbols, first.symbols)]
+    left, bottom = (0.15 + 0.6 * font / 72 * max(map(len, side)) for side in labels)
+    panel_width, panel_height = cell * wide, max(cell * tall, 0.3)
+    larger = min(1.8, max(1.0, n_columns * panel_width / 8))  # what stands around a large grid must be read too
+    gap, between, top, right = 0.12, 0.3, 0.6 * larger, 0.5 + 0.35 * larger
+    width = left + n_columns * (panel_width + gap) + (len(found) - 1) * between + right
+    below = bottom + 0.35 * larger
+    height = below + n_rows * (panel_height + 0.25) + top
+    with styled(), mpl.rc_context({"savefig.bbox": None, "axes.grid": False}):
+        figure = plt.figure(figsize=(width, height))
+        for panel in drawn:
+            x = left + panel.column * (panel_width + gap) + panel.run * between
+            y = height - top - (panel.row + 1) * (panel_height + 0.25) + 0.05
+            axes = figure.add_axes((x / width, y / height, panel_width / width, panel_height / height))
+            _draw_panel(axes, panel, 72 * cell)
+            axes.set_title(f"layer {panel.layer}, head {panel.head}", fontsize=min(8, 4 + 2 * panel_width), pad=2)
+            last = not any((other.column, other.row) == (panel.column, panel.row + 1) for other in drawn)
+            _label(axes, labels, panel, font, cell, show=(panel.column == 0, last))
+        for run, name in enumerate(names):
+            column = min(panel.column for panel in drawn if panel.run == run)
+            x = left + column * (panel_width + gap) + run * between
+            y = 1 - (top - 0.05) / height
+            figure.text(x / width, y, name, fontsize=10 * larger, weight="bold", va="bottom", parse_math=False)
+        y = 1 - 0.1 / height
+        figure.text(left / width, y, first.title, fontsize=9 * larger, va="top", parse_math=False)
+        _legend(figure, drawn, (left / width, 0.05 / height), 8 * larger)
+        bar = min(2.0 * larger, height - top - below - 0.2)
+        place = (1 - (right - 0.1) / width, (height - top - bar - 0.2) / height, 0.1 * larger / width, bar / height)
+        _colour_bar(figure, place, 8 * larger)
+        save(figure, path)
+
+
+def shown_symbol(symbol: str) -> str:
+    """A token as it stands on an axis: what can't be seen gets a sign."""
+    for hidden, sign in ((" ", "␣"), ("\n", "↵"), ("\t", "⇥"), ("\r", "␍")):
+        symbol = symbol.replace(hidden, sign)
+    symbol = "".join(sign if sign.isprintable() else "�" for sign in symbol)
+    return symbol if len(symbol) <= 12 else symbol[:11] + "…"
+
+
+def _draw_panel(axes: Any, panel: Panel, points: float) -> None:
+    image = _WEIGHTS(_NORM(np.nan_to_num(panel.weights)))[..., :3]
+    image[np.isnan(panel.weights)] = to_rgb(_DROPPED)
+    image[panel.later] = to_rgb(_LATER)
+    axes.imshow(image, aspect="auto", interpolation="nearest")
+    own = (~panel.later).sum(1) - 1  # the last key shown that a row sees
+    for row in panel.due:
+        frame = Rectangle((-0.5, row - 0.5), own[row] + 1, 1, fill=False, edgecolor=_DUE, linewidth=0.12 * points)
+        axes.add_patch(frame)
+    axes.plot(own[panel.null], panel.null, "x", color=_NULL, markersize=0.6 * points, markeredgewidth=0.1 * points)
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_linewidth(0.5)
+
+
+def _label(axes: Any, labels: list[list[str]], panel: Panel, font: float, cell: float, show: tuple[bool, bool]) -> None:
+    """Tokens on the axes, as many as there is room for."""
+    step = max(1, int(np.ceil(FONT / (72 * cell))))
+    axes.tick_params(length=1.5, width=0.4, pad=1, labelsize=font)
+    for axis, symbols, here in zip((axes.yaxis, axes.xaxis), labels, show, strict=True):
+        places = list(range(0, len(symbols), step)) if here else []
+        axis.set_ticks(places, [symbols[place] for place in places])
+        for place, label in zip(places, axis.get_ticklabels(), strict=True):
+            label.set_parse_math(False)  # a dollar is a dollar
+            if axis is axes.yaxis and place in panel.due:
+                label.set(color=_DUE, weight="bold")
+            if axis is axes.xaxis and len(label.get_text()) > 2:
+                label.set_rotation(90)
+
+
+def _legend(figure: Any, drawn: Sequence[Panel], place: tuple[float, float], font: float) -> None:
+    handles: list[Any] = [Patch(facecolor=_LATER, edgecolor="black", linewidth=0.4, label="comes later")]
+    if any((np.isnan(panel.weights) & ~panel.later).any() for panel in drawn):
+        handles.append(Patch(facecolor=_DROPPED, edgecolor="black", linewidth=0.4, label="dropped"))
+    if any(panel.due for panel in drawn):
+        handles.append(Patch(fill=False, edgecolor=_DUE, label="answer due"))
+    if any(panel.null for panel in drawn):
+        handles.append(Line2D([], [], linestyle="", marker="x", color=_NULL, label="keeps no key"))
+    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=4, fontsize=font, borderaxespad=0)
+
+
+def _colour_bar(figure: Any, place: tuple[float, float, float, float], font: float) -> None:
+    bar = figure.colorbar(plt.cm.ScalarMappable(_NORM, _WEIGHTS), cax=figure.add_axes(place))
+    bar.set_ticks([0, 0.1, 0.25, 0.5, 1], labels=["0", ".1", ".25", ".5", "1"])
+    bar.ax.tick_params(labelsize=font - 1)
+    bar.set_label("weight", fontsize=font)

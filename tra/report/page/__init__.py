@@ -1,0 +1,70 @@
+"""The page: runs as one HTML file that needs nothing else, with curves, tables and maps to look into."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tra.report.page.data import page_data
+from tra.report.page.read import Problem
+
+__all__ = ["Problem", "page_text", "write_page"]
+
+FOLDER = Path(__file__).parent
+SCRIPTS = ("base.js", "mechanisms.js", "charts.js", "tables.js", "maps.js", "page.js")
+STYLES = ("page.css", "parts.css")
+ESCAPES: dict[str, str | int | None] = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
+
+
+def write_page(folders: Sequence[Path], out: Path) -> list[Problem]:
+    """Write the page of these runs, and say what it couldn't show. A ValueError where that is all of them."""
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder: the page is a file")
+    data, problems = page_data(folders, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page_text(data), encoding="utf-8", newline="\n")
+    return problems
+
+
+def page_text(data: dict[str, Any]) -> str:
+    """HTML. Scripts run by their digest alone; nothing is fetched, and what runs hold is never read as HTML."""
+    from plotly.offline import get_plotlyjs
+
+    own, style = (
+        "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names) for names in (SCRIPTS, STYLES)
+    )
+    scripts = [get_plotlyjs(), f'"use strict";\n(() => {{\n{own}\n}})();\n']
+    # browsers read \r\n as \n before they take the digest
+    scripts = [script.replace("\r\n", "\n").replace("\r", "\n") for script in scripts]
+    assert not any("</script" in script.lower() or "<!--" in script for script in scripts)
+    parts = {
+        "POLICY": f"default-src 'none'; script-src {' '.join(map(_digest, scripts))}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'",
+        "STYLE": style,
+        "DATA": embedded(data),
+        "PLOTLY": scripts[0],
+        "SCRIPT": scripts[1],
+    }
+    template = (FOLDER / "template.html").read_text(encoding="utf-8")
+    pieces = template.split("@@")  # text, name, text, name, …, text: what is put in is not searched again
+    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand in a script element, whatever its strings hold."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(str.maketrans(ESCAPES))
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,0 +1,120 @@
+"""What a suite is: tables, each made of named cells, each cell a whole run config.
+
+    def mine() -> Suite:
+        cells = [
+            Cell(f"{name}-{seed}", preset("demo").override([f"model.mechanism={name}", f"train.seed={seed}"]))
+            for name in ("tra", "rope")
+            for seed in range(4)
+        ]
+        return {"flip-flop": Part(cells)}
+
+A cell's folder has its name and a digest of its config: what is done is found again by what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tra.config import RunConfig, differences
+from tra.naming import unknown_name
+
+Measure = Literal["exact", "perplexity", "cost"]
+
+
+class Cell(NamedTuple):
+    """One run of a grid."""
+
+    name: str
+    config: RunConfig
+    row: str = ""
+    """Where it stands in the table, seeds together; the mechanism's name by default."""
+
+    @property
+    def digest(self) -> str:
+        """Of what the config says beyond defaults, so that a setting that comes later leaves it as it is."""
+        said = json.dumps(_beyond_defaults(self.config), sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:8]
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-{self.digest}"
+
+
+class Part(NamedTuple):
+    """The cells of one table."""
+
+    cells: list[Cell]
+    measure: Measure = "exact"
+    """Exact match by split, perplexity by text and window, or milliseconds of a training step."""
+
+
+Suite = dict[str, Part]
+
+
+def _beyond_defaults(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if dataclasses.is_dataclass(value):
+            found[field.name] = _beyond_defaults(value)
+        elif value != default:
+            found[field.name] = value
+    return found
+
+
+def cells_of(suite: Suite, only: Iterable[str] = ()) -> list[Cell]:
+    """All cells; of the parts and mechanisms named in `only`, if there are any.
+
+    Raises:
+        ValueError: If a name stands for two configs, or `only` for nothing.
+    """
+    only = tuple(only)
+    cells = [(part, cell) for part, found in suite.items() for cell in found.cells]
+    mechanisms = dict.fromkeys(cell.config.model.mechanism for _, cell in cells)
+    for name in only:
+        if name not in suite and name not in mechanisms:
+            raise ValueError(unknown_name("part or mechanism", name, [*suite, *mechanisms]))
+    seen: dict[str, Cell] = {}
+    for _, cell in cells:
+        first = seen.setdefault(cell.name, cell)
+        if first.config != cell.config:
+            changed = ", ".join(differences(first.config.to_dict(), cell.config.to_dict()))
+            raise ValueError(f"two cells are called {cell.name}, but their configs differ in {changed}")
+    parts = [name for name in only if name in suite]
+    named = [name for name in only if name not in suite]
+    chosen = [
+        cell
+        for part, cell in cells
+        if (not parts or part in parts) and (not named or cell.config.model.mechanism in named)
+    ]
+    return list({cell.name: cell for cell in chosen}.values())
+
+
+def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
+    """A suite by its name, or as FILE.py:FUNCTION."""
+    if ".py:" not in name:
+        if name not in known:
+            raise ValueError(unknown_name("suite", name, known))
+        return known[name]()
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = getattr(module, function, None)
+    if not callable(made):
+        raise ValueError(f"{file} has no function {function}")
+    suite = made()
+    if not isinstance(suite, dict) or not all(isinstance(part, Part) for part in suite.values()):
+        raise ValueError(f"{name} must return a dict of Parts, got {type(suite).__name__}")
+    return suite

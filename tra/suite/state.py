@@ -1,0 +1,95 @@
+"""How far a cell has come, read from its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tra.attention import MECHANISMS
+from tra.checkpoint import write_atomically
+from tra.evaluate import chosen_splits
+from tra.perplexity import windows_that_fit
+from tra.rows import read_rows
+from tra.run import RunFolder
+from tra.text.task import Text
+
+LAST_LINES = 5
+
+Status = Literal["done", "failed", "cut off", "waiting"]
+
+
+class State(NamedTuple):
+    status: Status
+    step: int
+    last_lines: str = ""
+    """Of a failed cell's log."""
+
+
+class Missing(NamedTuple):
+    """What is left to measure of a trained run."""
+
+    splits: list[str]
+    diagnoses: list[str]
+    windows: list[int]
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.splits or self.diagnoses or self.windows)
+
+
+def missing(run: RunFolder) -> Missing:
+    """Splits to evaluate and diagnose, or windows of the validation text."""
+    config = run.config()
+    task = config.task.build()
+    if isinstance(task, Text):
+        stream = task.stream("valid")
+        rows = read_rows(run.perplexity_file)
+        seen = {row["window"] for row in rows if (row["text"], row["overlap"]) == (stream.name, "none")}
+        windows = config.evaluate.windows or windows_that_fit(stream)
+        return Missing([], [], [window for window in windows if window not in seen])
+    splits = list(chosen_splits(task, config.evaluate))
+    evaluated, diagnosed = (
+        {row["split"] for row in read_rows(file)} for file in (run.evaluation_file, run.diagnosis_file)
+    )
+    has_attention = not MECHANISMS[config.model.mechanism].replaces_mlp
+    return Missing(
+        [split for split in splits if split not in evaluated],
+        [split for split in splits if split not in diagnosed] if has_attention else [],
+        [],
+    )
+
+
+def is_done(folder: Path) -> bool:
+    """Trained, and measured in everything its config asks for."""
+    run = RunFolder(folder)
+    return run.config_file.is_file() and run.weights_file.is_file() and missing(run).nothing
+
+
+def state(folder: Path) -> State:
+    run = RunFolder(folder)
+    rows = read_rows(run.metrics_file)
+    step = int(rows[-1]["step"]) if rows else 0
+    if is_done(folder):
+        return State("done", step)
+    if (failure := read_failure(folder)) is not None:
+        return State("failed", step, failure["last_lines"])
+    return State("cut off" if rows or run.weights_file.is_file() else "waiting", step)
+
+
+def note_failure(folder: Path, status: int) -> str:
+    """Remember that a cell failed, with the last lines of its log."""
+    log = folder / "log.txt"
+    lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+    last = "\n".join(lines[-LAST_LINES:])
+    write_atomically(folder / "failed.json", json.dumps({"status": status, "last_lines": last}) + "\n")
+    return last
+
+
+def read_failure(folder: Path) -> dict[str, Any] | None:
+    file = folder / "failed.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def forget_failure(folder: Path) -> None:
+    (folder / "failed.json").unlink(missing_ok=True)

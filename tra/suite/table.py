@@ -1,0 +1,132 @@
+"""The tables of a suite, from what its cells have so far: mean, spread, number of seeds, the best and the worst."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tra.rows import read_rows
+from tra.run import RunFolder
+from tra.suite.grid import Cell, Part, Suite
+from tra.suite.state import is_done
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One number of a table, over seeds."""
+
+    part: str
+    row: str
+    column: str
+    mean: float
+    deviation: float | None
+    """Of the seeds, with n - 1; None of one."""
+    seeds: int
+    best: float
+    worst: float
+
+
+def table(suite: Suite, out: Path, is_finished: Callable[[Path], bool] = is_done) -> list[Entry]:
+    """Of the cells that are done."""
+    return [entry for name, part in suite.items() for entry in _entries(name, part, out, is_finished)]
+
+
+def _entries(name: str, part: Part, out: Path, is_finished: Callable[[Path], bool]) -> list[Entry]:
+    values: dict[tuple[str, str], list[float]] = {}
+    for cell in part.cells:
+        folder = out / cell.folder
+        if is_finished(folder):
+            for column, value in _measured(part, cell, RunFolder(folder)).items():
+                values.setdefault((row_of(cell), column), []).append(value)
+    higher_is_better = part.measure == "exact"
+    entries = []
+    for (row, column), found in values.items():
+        entries.append(
+            Entry(
+                name,
+                row,
+                column,
+                statistics.fmean(found),
+                statistics.stdev(found) if len(found) > 1 else None,
+                len(found),
+                max(found) if higher_is_better else min(found),
+                min(found) if higher_is_better else max(found),
+            )
+        )
+    return entries + (_ratios(name, values) if part.measure == "cost" else [])
+
+
+def row_of(cell: Cell) -> str:
+    return cell.row or cell.config.model.mechanism
+
+
+def _measured(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
+    if part.measure == "exact":
+        return {row["split"]: row["exact"] for row in read_rows(run.evaluation_file)}
+    if part.measure == "perplexity":
+        return {f"{row['text']}, {row['window']:,}": row["perplexity"] for row in read_rows(run.perplexity_file)}
+    rows = read_rows(run.metrics_file)
+    size = cell.config.train.batch_size * cell.config.task.build().size("train")
+    speeds = [row["tokens_per_second"] for row in rows[1:] or rows]  # the first line has the compiler in it
+    return {"ms a step": 1e3 * size / statistics.median(speeds)}
+
+
+def _ratios(name: str, values: dict[tuple[str, str], list[float]]) -> list[Entry]:
+    """Each row over RoPE's of the same size."""
+    found = []
+    for (row, column), own in values.items():
+        size, _, _ = row.rpartition(", ")
+        rope = values.get((f"{size}, rope", column))
+        if rope:
+            ratio = statistics.fmean(own) / statistics.fmean(rope)
+            found.append(Entry(name, row, "over RoPE's", ratio, None, len(own), ratio, ratio))
+    return found
+
+
+def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
+    """A table per part; `mean ± deviation (n)`, and the worst where seeds differ."""
+    lines: list[str] = []
+    for name, part in suite.items():
+        mine = [entry for entry in entries if entry.part == name]
+        rows = {row_of(cell): len([c for c in part.cells if row_of(c) == row_of(cell)]) for cell in part.cells}
+        columns = list(dict.fromkeys(entry.column for entry in mine))
+        done = len({entry.row for entry in mine})
+        lines += [f"## {name}", ""]
+        if done < len(rows):
+            lines += [f"{done} of {len(rows)} rows so far.", ""]
+        if not mine:
+            continue
+        lines += ["| | seeds | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
+        by_place = {(entry.row, entry.column): entry for entry in mine}
+        for row in (row for row in rows if any(entry.row == row for entry in mine)):
+            here = [by_place.get((row, column)) for column in columns]
+            seeds = max(entry.seeds for entry in here if entry)
+            cells = ["" if entry is None else _text(entry) for entry in here]
+            lines.append(f"| {row} | {seeds} of {rows[row]} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _text(entry: Entry) -> str:
+    if entry.deviation is None or entry.best == entry.worst:
+        return f"{entry.mean:.4g}"
+    return f"{entry.mean:.4g} ± {entry.deviation:.2g} (worst {entry.worst:.4g})"
+
+
+def as_csv(entries: Sequence[Entry]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(Entry.__dataclass_fields__), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(entry) for entry in entries)
+    return text.getvalue()
+
+
+def as_json(entries: Sequence[Entry]) -> str:
+    rows: list[dict[str, Any]] = [asdict(entry) for entry in entries]
+    return json.dumps(rows, indent=2) + "\n"
