@@ -92,7 +92,7 @@ def test_help(verb: tuple[str, ...]) -> None:
         (("evaluate",), "Missing from tra evaluate"),
         (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),
         (("suite", "run", "rivls"), "unknown suite 'rivls': did you mean 'rivals'"),
-        (("suite", "run", "rivals", "--only", "rop"), "unknown mechanism 'rop': did you mean 'rope'"),
+        (("suite", "run", "rivals", "--only", "rop"), "unknown part or mechanism 'rop': did you mean 'rope'"),
         (("suite", "run", "rivals", "--jobs", "0"), "jobs must be at least 1"),
     ],
 )

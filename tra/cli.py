@@ -432,6 +432,13 @@ def report(
             ends in .html is the page; attend.npz of a run (tra attend) becomes maps on it.
         index: Write README.md of a folder of reports instead: a line for all that its index.json describes.
     """
+    if index is None and out.suffix.lower() in (".html", ".htm"):
+        from tra.report.page import write_page
+
+        for problem in write_page(runs, out):
+            print(f"{problem.run} {problem.why}", file=sys.stderr)
+        print(out)
+        return 0
     from tra.report.comparison import write_comparison
     from tra.report.index import write_index
     from tra.report.language import write_language
@@ -442,13 +449,6 @@ def report(
         if runs:
             raise ValueError("give either runs or --index")
         print(write_index(index))
-        return 0
-    if out.suffix.lower() in (".html", ".htm"):
-        from tra.report.page import write_page
-
-        for problem in write_page(runs, out):
-            print(f"{problem.run} {problem.why}", file=sys.stderr)
-        print(out)
         return 0
     found = read_runs(runs)
     several = len({run.mechanism for run in found}) < len(found)

@@ -13,7 +13,7 @@ import numpy as np
 HOSTILE = [
     "<script>alert(1)</script>",
     "</script><img src=x onerror=alert(1)>",
-    "\"quotes\" 'and' `ticks` ${this} %{x} &amp; <b>bold</b>",
+    "<b>bold</b> &amp; %{x} \"quotes\" 'and' `ticks` ${this}",
     "emoji 🧨 שלום عربى \u2028\u2029\u202e",
     "long " + "a" * 10_000,
 ]

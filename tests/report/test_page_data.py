@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html.parser
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,14 @@ def test_perplexity_rises_and_stays(tmp_path: Path) -> None:
     assert "TRA goes from" in words
     assert found["tables"][0]["columns"] == ["seeds", "128", "256", "512"]
     assert found["charts"][0]["measures"][0]["log"]
+
+
+def test_perplexity_of_several_seeds_is_a_geometric_mean(tmp_path: Path) -> None:
+    found = section(*(make_text_run(tmp_path / str(seed), "tra", grows=0.5, seed=seed) for seed in (0, 40)))
+    cell = found["tables"][0]["rows"][0]["cells"][1]
+    assert cell["value"] == pytest.approx(math.exp(3.2))
+    assert cell["text"] == f"{math.exp(3.2):.1f} ({math.exp(3):.1f}-{math.exp(3.4):.1f})"
+    assert "2.72 to 2.72 times, by seed" in said(found)
 
 
 def test_settings_part_groups_and_tasks_part_sections(tmp_path: Path) -> None:
