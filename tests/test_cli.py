@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import tra as tra_package
-from tra.cli import VERBS, parse_duration
+from tra.cli import VERBS
 from tra.presets import preset
+from tra.verbs._shared import parse_duration
 
 
 def tra(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tra.bench.prepare import bench_prepare
-from tra.cli import bench
 from tra.text import shipped_text
+from tra.verbs.bench import bench
 
 
 def test_a_row_per_size(tmp_path: Path) -> None:
