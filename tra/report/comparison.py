@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tra.report._markdown import table_header, table_row
 from tra.report._names import FAILURES, NAMES
 from tra.report.figures import links, write_figures
 from tra.report.runs import EvaluatedRun
@@ -39,14 +40,14 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         f"{first.config['model']['n_layers']} layers, {first.config['model']['n_heads']} heads, "
         f"width {first.config['model']['d_model']}.",
         "",
-        *_table("mechanism", ["lr", *lengths]),
+        *table_header("mechanism", ["lr", *lengths]),
     ]
     for mechanism, group in groups.items():
         cells = [
             _spread([row["exact"] for run in group for row in run.evaluation if row["split"] == split])
             for split in splits
         ]
-        lines.append(_row(_name(mechanism), [f"{group[0].config['optim']['lr']:g}", *cells]))
+        lines.append(table_row(_name(mechanism), [f"{group[0].config['optim']['lr']:g}", *cells]))
     lines += links(runs, "exact-by-length.png")
     if notes:
         lines += ["", notes.strip()]
@@ -55,17 +56,17 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     for measure, title in FAILURES.items():
         if not any(row.get(measure) for run in runs for row in run.diagnosis):
             continue
-        lines += ["", f"{title[0].upper()}{title[1:]} (`{measure}`):", "", *_table("mechanism", lengths)]
+        lines += ["", f"{title[0].upper()}{title[1:]} (`{measure}`):", "", *table_header("mechanism", lengths)]
         for mechanism, group in groups.items():
             cells = _measures(group, measure, splits, lambda x: f"{x:.3f}")
             if any(cells):
-                lines.append(_row(_name(mechanism), cells))
+                lines.append(table_row(_name(mechanism), cells))
     lines += [
         "",
         "Keys kept, null rows, gate (log σ) and reach (tokens back until the rest provably doesn't count):",
         "",
     ]
-    lines += _table("mechanism", lengths)
+    lines += table_header("mechanism", lengths)
     for mechanism, group in groups.items():
         parts = [
             _measures(group, "kept", splits, lambda x: f"kept {x:.3f}"),
@@ -75,7 +76,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         ]
         cells = [", ".join(part for part in column if part) for column in zip(*parts, strict=True)]
         if any(cells):
-            lines.append(_row(_name(mechanism), cells))
+            lines.append(table_row(_name(mechanism), cells))
     lines += links(runs, "heads.png", "kept.png")
     lines += ["", "## Training", *links(runs, "training.png")]
     lines += [
@@ -112,14 +113,6 @@ def _command(run: EvaluatedRun) -> str:
 
 def _name(mechanism: str) -> str:
     return NAMES.get(mechanism, mechanism)
-
-
-def _table(corner: str, columns: Sequence[str]) -> list[str]:
-    return [_row(corner, columns), "|" + "---|" * (len(columns) + 1)]
-
-
-def _row(name: str, cells: Sequence[str]) -> str:
-    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tra.report._markdown import table_header, table_row
 from tra.report._style import NAMES
 from tra.report.perplexity import (
     Curve,
@@ -101,11 +102,11 @@ def language_text(runs: Sequence[EvaluatedRun], notes: str = "", rates: Path | N
 
 def _perplexity_table(curves: dict[str, Curve]) -> list[str]:
     windows = sorted({window for curve in curves.values() for window in curve.windows})
-    lines = _header("mechanism", [f"{window:,}" for window in windows])
+    lines = table_header("mechanism", [f"{window:,}" for window in windows])
     for mechanism, curve in curves.items():
         of = dict(zip(curve.windows, zip(curve.perplexity, curve.low, curve.high, strict=True), strict=True))
         cells = [f"{of[w][0]:.1f} ({of[w][1]:.1f}-{of[w][2]:.1f})" if w in of else "" for w in windows]
-        lines.append(_row(_name(mechanism), cells))
+        lines.append(table_row(_name(mechanism), cells))
     return lines
 
 
@@ -133,9 +134,9 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
                 else:
                     cells.append("")
             if any(cells):
-                rows.append(_row(_name(run.mechanism), cells))
+                rows.append(table_row(_name(run.mechanism), cells))
         if rows:
-            lines += ["", *_header(text, [f"{window:,}" for window in windows]), *rows]
+            lines += ["", *table_header(text, [f"{window:,}" for window in windows]), *rows]
     return lines
 
 
@@ -145,9 +146,11 @@ def _places(runs: Sequence[EvaluatedRun]) -> list[str]:
         rows = by_place(runs, text)
         if rows:
             ends = [f"{end:,}" for end, _, _ in next(iter(rows.values()))]
-            lines += ["", f"{text}:", "", *_header("place up to", ends)]
+            lines += ["", f"{text}:", "", *table_header("place up to", ends)]
             for mechanism, places in rows.items():
-                lines.append(_row(_name(mechanism), ["" if mean is None else f"{mean:.2f}" for _, mean, _ in places]))
+                lines.append(
+                    table_row(_name(mechanism), ["" if mean is None else f"{mean:.2f}" for _, mean, _ in places])
+                )
     if not lines:
         return []
     return ["", f"## Loss by place in a window of {PLACES_AT:,}", "", "![loss by place](places.png)", *lines]
@@ -166,12 +169,12 @@ def _heads(runs: Sequence[EvaluatedRun]) -> list[str]:
         if row.get("walked") is None:
             continue
         layers = [f"layer {index}" for index in range(len(row["kept"]))]
-        lines += ["", *_header(row["split"].replace("/", ", "), [*layers, "heads"])]
+        lines += ["", *table_header(row["split"].replace("/", ", "), [*layers, "heads"])]
         for measure, digits in (("kept", 2), ("null", 3), ("log_forget", 2), ("reach", 0), ("walked", 2)):
             means = [f"{sum(heads) / len(heads):.{digits}f}" for heads in row[measure]]
             every = [value for heads in row[measure] for value in heads]
             lines.append(
-                _row(
+                table_row(
                     measure.replace("log_forget", "gate (log σ)"),
                     [*means, f"{min(every):.{digits}f} … {max(every):.{digits}f}"],
                 )
@@ -198,10 +201,10 @@ def _rates(archive: Path) -> list[str]:
         "`pre` is the pre-norm block, `norm` normalises queries and keys (TRA always does), `slow` starts with a gate "
         "bias of 3.",
         "",
-        *_header("variant", [f"{rate:g}" for rate in rates]),
+        *table_header("variant", [f"{rate:g}" for rate in rates]),
     ]
     for variant, of in found.items():
-        lines.append(_row(variant, [f"{of[rate]:.1f}" if rate in of else "" for rate in rates]))
+        lines.append(table_row(variant, [f"{of[rate]:.1f}" if rate in of else "" for rate in rates]))
     return lines
 
 
@@ -227,17 +230,9 @@ def _facts(runs: Sequence[EvaluatedRun]) -> list[str]:
         ("command", lambda run: "`tra " + " ".join(run.environment["arguments"]) + "`"),
     ]
     ordered = [run for name in in_order(runs) for run in runs if run.mechanism == name]
-    lines = _header("run", [_name(run.mechanism) for run in ordered])
-    return lines + [_row(name, [str(of(run)) for run in ordered]) for name, of in facts]
+    lines = table_header("run", [_name(run.mechanism) for run in ordered])
+    return lines + [table_row(name, [str(of(run)) for run in ordered]) for name, of in facts]
 
 
 def _name(mechanism: str) -> str:
     return NAMES.get(mechanism, mechanism)
-
-
-def _header(corner: str, columns: Sequence[str]) -> list[str]:
-    return [_row(corner, columns), "|" + "---|" * (len(columns) + 1)]
-
-
-def _row(name: str, cells: Sequence[str]) -> str:
-    return f"| {name} | " + " | ".join(cells) + " |"
