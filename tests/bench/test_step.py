@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from tra.attention import MECHANISMS
-from tra.bench.step import SHAPES, Shape, bench_step, measure_step, run_config
+from tra.bench.step import COST_SHAPES, SHAPES, Shape, bench_step, measure_step, run_config
 
 SMALL = Shape("tiny", 2, 16)
 
 
 @pytest.mark.parametrize("mechanism", list(MECHANISMS))
 def test_every_mechanism_at_every_shape_is_a_run(mechanism: str) -> None:
-    for shape in SHAPES:
+    for shape in (*SHAPES, *COST_SHAPES):
         config = run_config(mechanism, shape)
         assert config.task.build().size("train") == shape.length
         assert (config.model.mechanism, config.train.batch_size) == (mechanism, shape.batch)
+        assert (config.model.block, config.model.dropout) == (("authors", 0.01) if shape.paper else ("pre", 0.0))
 
 
 def test_a_step_is_measured_after_it_is_ready() -> None:

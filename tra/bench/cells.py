@@ -20,8 +20,8 @@ from tra.suite.grid import Cell
 from tra.suite.local import run_suite
 
 CHANGES = (
-    "train.steps=4000",
-    "train.checkpoint_every=2000",
+    "train.steps=2000",
+    "train.checkpoint_every=1000",
     "evaluate.examples=1000",
     "evaluate.examples_of={}",
     'evaluate.splits=["iid","sparse"]',

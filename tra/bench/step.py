@@ -35,14 +35,23 @@ class Shape(NamedTuple):
     batch: int
     length: int
     vocabulary: int = VOCABULARY
+    paper: bool = False
+    """The authors' block and dropout, as in the paper's cost table; otherwise pre-norm without dropout."""
 
 
-SHAPES = (Shape("mini", 64, 512), Shape("medium", 64, 256), Shape("medium", 64, 256, 50_304))
+GPT2_VOCABULARY = 50_304
+"""GPT-2's 50,257, rounded up to a multiple of 64."""
+
+SHAPES = (Shape("mini", 64, 512), Shape("medium", 64, 256), Shape("medium", 64, 256, GPT2_VOCABULARY))
+
+COST_SHAPES = tuple(Shape(size, 64, 256, GPT2_VOCABULARY, paper=True) for size in ("tiny", "medium"))
+"""The paper's cost table."""
 
 
 def run_config(mechanism: str, shape: Shape) -> RunConfig:
-    """A run of that shape on a task of that length; without dropout, in bfloat16."""
-    model = getattr(DecoderConfig, shape.size)(shape.vocabulary, mechanism=mechanism)
+    """A run of that shape on a task of that length, in bfloat16."""
+    recipe = {"block": "authors", "dropout": 0.01} if shape.paper else {}
+    model = getattr(DecoderConfig, shape.size)(shape.vocabulary, mechanism=mechanism, **recipe)
     return RunConfig(
         TaskConfig("flipflop", {"length": shape.length}),
         model,
@@ -78,6 +87,7 @@ def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Call
         "batch": shape.batch,
         "length": shape.length,
         "vocabulary": shape.vocabulary,
+        "paper": shape.paper,
         "step_ms": round(statistics.median(rounds), 3),
         "fastest_ms": round(min(rounds), 3),
         "slowest_ms": round(max(rounds), 3),

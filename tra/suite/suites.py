@@ -80,7 +80,7 @@ def language_rates() -> Suite:
     authors' block.
     """
     data = ["task.arguments.data=data/enwiki2015", "train.steps=1500", "train.seed=100", "evaluate.windows=[128]"]
-    rates = {"tra": SEARCHED, "rope-norm": SEARCHED, "forgetting-norm": SEARCHED, "cope": (2.5e-4, 5e-4)}
+    rates = {"tra": SEARCHED, "rope-norm": SEARCHED, "forgetting-norm": SEARCHED, "cope": (2.5e-4, *SEARCHED)}
     cells = []
     for name, changes in LANGUAGE_VARIANTS.items():
         for rate in rates.get(name, (1e-3,)):
@@ -91,6 +91,39 @@ def language_rates() -> Suite:
             row = f"{name}, pre-norm, {rate:g}"
             cells.append(Cell(f"{name}-pre-{rate}", preset("wikitext-quick").override(settings), row))
     return {"rates": Part(cells, "perplexity")}
+
+
+LENGTH_RATES = {
+    "copy": {"tra": 1e-3, "rope": 1e-3},
+    "induct": {"tra": 1e-3, "rope": 1e-3},
+    "instruct": {"tra": 1e-3, "rope": 1e-3},
+}
+"""Learning rates of `lengths`: those with the lowest final training loss in `lengths-rates`."""
+
+
+def lengths() -> Suite:
+    """Copy, induct and instruct at the paper's size, TRA and RoPE, one seed, at the rates of `lengths-rates`."""
+    return {
+        task: Part(
+            [
+                Cell(f"{task}-{mechanism}", preset(task).override([f"model.mechanism={mechanism}", f"optim.lr={rate}"]))
+                for mechanism, rate in rates.items()
+            ]
+        )
+        for task, rates in LENGTH_RATES.items()
+    }
+
+
+def lengths_rates() -> Suite:
+    """The same in 4,000 steps at three learning rates, from a seed that `lengths` doesn't use."""
+    short = ["train.steps=4000", "train.seed=100", "evaluate.examples=500", 'evaluate.splits=["iid"]']
+    cells = []
+    for task, rates in LENGTH_RATES.items():
+        for mechanism in rates:
+            for rate in (3e-4, 1e-3, 3e-3):
+                config = preset(task).override([*short, f"model.mechanism={mechanism}", f"optim.lr={rate}"])
+                cells.append(Cell(f"{task}-{mechanism}-{rate}", config, f"{task}, {mechanism}, {rate:g}"))
+    return {"rates": Part(cells)}
 
 
 SEEDS = (0, 1, 2, 3)
@@ -169,6 +202,8 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "paper-quick": paper_quick,
     "rivals": rivals,
     "rivals-rates": rivals_rates,
+    "lengths": lengths,
+    "lengths-rates": lengths_rates,
     "language-rates": language_rates,
 }
 

@@ -21,7 +21,7 @@ from tra.verbs._shared import Json
 
 def bench(
     what: tyro.conf.Positional[
-        Literal["op", "trained", "sampling", "step", "cells", "prepare", "compare", "figure"]
+        Literal["op", "trained", "sampling", "step", "cost", "cells", "prepare", "compare", "figure"]
     ] = "op",
     /,
     files: tyro.conf.Positional[tuple[Path, ...]] = (),
@@ -35,12 +35,13 @@ def bench(
         what: "op" is the operator: on a GPU the kernels against others' attention, on a CPU its implementations;
             "trained RUN STORE" the kernels on what a trained language model makes of a text, on a GPU;
             "sampling" is what it adds to a training step; "step" is a whole training step of every mechanism, as a
-            ratio to RoPE's; "cells" is how many cells of a suite an hour sees, by how many run side by side;
+            ratio to RoPE's; "cost" the same for the shapes of the paper's cost table, TRA and RoPE;
+            "cells" is how many cells of a suite an hour sees, by how many run side by side;
             "prepare [TEXT]" makes token stores of 25 and 100 MB of text. "compare OLD NEW" sets two results side by
             side and fails where the new one is 10 % worse; "figure FILE" draws a GPU's "op" beside the file.
         files: Results as JSON, of "compare" and "figure"; of "prepare" a text, by default one made up; of "trained" a
             run and a token store.
-        only: Of "step": these mechanisms; all by default.
+        only: Of "step" and "cost": these mechanisms; all by default.
         device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
     """
@@ -60,7 +61,7 @@ def bench(
     from tra.bench.op import bench_op
     from tra.bench.prepare import bench_prepare
     from tra.bench.sampling import bench_sampling
-    from tra.bench.step import bench_step
+    from tra.bench.step import COST_SHAPES, bench_step
 
     with Console(stderr=True).status("measuring") as status:
 
@@ -81,6 +82,8 @@ def bench(
             result = bench_cells(str(chosen), progress=progress)
         elif what == "prepare":
             result = bench_prepare(files[0] if files else None, progress)
+        elif what == "cost":
+            result = bench_step(str(chosen), only or ("tra", "rope"), COST_SHAPES, progress)
         else:
             result = bench_step(str(chosen), only or tuple(MECHANISMS), progress=progress)
     if as_json:

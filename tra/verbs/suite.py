@@ -36,8 +36,8 @@ def suite(
     Args:
         action: "run" it; "status" of its cells; its "table" as far as it has come; or "merge" run folders, or archives
             that --pack made, of several machines into --out.
-        names: A suite: paper, paper-quick (the same in miniature), rivals, rivals-rates, language-rates, or a function
-            of your own as FILE.py:FUNCTION. Of "merge": what to bring together.
+        names: A suite: paper, paper-quick (the same in miniature), rivals, rivals-rates, lengths, lengths-rates,
+            language-rates, or a function of your own as FILE.py:FUNCTION. Of "merge": what to bring together.
         only: Tables and mechanisms to take; all by default.
         out: Where the runs go, a folder each; runs/<name> by default.
         jobs: Runs side by side on this machine; with Ray, runs that share a GPU.
