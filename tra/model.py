@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention import MECHANISMS, Cache, LayerCache, ThresholdRelativeAttention
-from tra.attention._base import check_masks, places
+from tra.attention import MECHANISMS, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
+from tra.attention._base import check_masks
+from tra.attention._cache import StaticLayerCache
+from tra.attention._places import places
 from tra.naming import unknown_name
 
 
@@ -114,7 +117,11 @@ class Block(nn.Module):
             self.mlp = MLP(config.d_model, config.dropout)
 
     def forward(
-        self, x: Tensor, key_mask: Tensor | None, cache: LayerCache | None, document_ids: Tensor | None
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        cache: LayerCache | StaticLayerCache | None,
+        document_ids: Tensor | None,
     ) -> Tensor:
         normed = self.attention_norm(x)
         residual = normed if self.kind == "authors" else x
@@ -148,7 +155,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | StaticCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
@@ -158,7 +165,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Cache | StaticCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """What the head reads, `[B, T]` -> `[B, T, d_model]`.
@@ -170,18 +177,42 @@ class Decoder(nn.Module):
             document_ids: `[B, T]`: documents packed into one row, which don't see each other.
         """
         self._check(tokens)
-        x, past = self.embedding(tokens), 0 if cache is None else cache.length
+        return self.through(self.embedding(tokens), key_mask, cache, document_ids)
+
+    def through(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        cache: Cache | StaticCache | None = None,
+        document_ids: Tensor | None = None,
+        each: Callable[..., Tensor] = lambda block, *inputs: block(*inputs),
+    ) -> Tensor:
+        """From embeddings `[B, T, d_model]` to what the head reads.
+
+        Args:
+            each: Calls a block with its inputs: whoever wants to checkpoint blocks, or look at what they say, can.
+
+        The other arguments are those of `hidden`.
+        """
+        past = 0 if cache is None else cache.length
+        check_masks(x, key_mask, past, document_ids)
+        if cache is not None:
+            x, key_mask = cache.begin(x, key_mask)
         mechanism = MECHANISMS[self.config.mechanism]
         if mechanism.marks_input:
-            check_masks(x, key_mask, past, document_ids)
-            x = mechanism.mark_input(x, places(x, key_mask, past, document_ids))
+            place = places(x, key_mask, past, document_ids) if cache is None else cache.layers[0].places(x, key_mask)
+            x = mechanism.mark_input(x, place)
         for index, block in enumerate(self.blocks):
-            x = block(x, key_mask, None if cache is None else cache.layers[index], document_ids)
-        return self.norm(x)
+            x = each(block, x, key_mask, None if cache is None else cache.layers[index], document_ids)
+        return self.norm(x if cache is None else cache.end(x))
 
-    def new_cache(self) -> Cache:
-        """An empty, growing KV cache."""
-        return Cache(self.config.n_layers)
+    def new_cache(self, capacity: int | None = None) -> Cache | StaticCache:
+        """An empty KV cache: growing, or static with room for `capacity` tokens."""
+        if capacity is None:
+            return Cache(self.config.n_layers)
+        if not MECHANISMS[self.config.mechanism].takes_key_lengths:
+            raise ValueError(f"{self.config.mechanism} can't use a static cache: decode with a growing one")
+        return StaticCache(self.config.n_layers, capacity)
 
     @torch.no_grad()
     def generate(

@@ -1,7 +1,7 @@
 """Mechanisms: TRA and its rivals, one file each, all with the same projections, cache and signature."""
 
 from tra.attention._base import Attention, Mechanism, WeightMap
-from tra.attention._cache import Cache, LayerCache
+from tra.attention._cache import Cache, LayerCache, StaticCache
 from tra.attention.alibi import LinearBiasAttention
 from tra.attention.cope import ContextualPositionAttention
 from tra.attention.differential import DifferentialAttention
@@ -57,6 +57,7 @@ __all__ = [
     "ScalableSoftmaxAttention",
     "SelectiveAttention",
     "SinusoidalAttention",
+    "StaticCache",
     "StickBreakingAttention",
     "ThresholdOnlyAttention",
     "ThresholdRelativeAttention",

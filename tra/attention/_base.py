@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention._cache import LayerCache
+from tra.attention._cache import LayerCache, StaticLayerCache
+from tra.attention._places import document_numbers, places
 from tra.attention._rotary import rotate_by_place
 
 
@@ -21,11 +22,13 @@ class Given(NamedTuple):
     value: Tensor  # [B, Hkv, Tk, D]
     key_mask: Tensor | None  # [B, Tk]
     document_ids: Tensor | None  # [B, Tq]
-    cache: LayerCache | None
+    cache: Any  # a LayerCache, or what serves as one; None
     prepared: Tensor | None = None  # what a mechanism worked out once for all rows
+    key_lengths: Tensor | None = None  # [B]: keys there are, where slots are free; for those who `take_key_lengths`
 
     @property
     def past(self) -> int:
+        assert self.key_lengths is None
         return self.key.shape[2] - self.query.shape[2]
 
 
@@ -51,6 +54,10 @@ class Mechanism(nn.Module):
     """Without position, the order of its keys would be that of its content scores."""
     replaces_mlp: ClassVar[bool] = False
     """It takes the place of a whole block, not of its attention alone."""
+    takes_key_lengths: ClassVar[bool] = False
+    """It can look at the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
+    caches_more: ClassVar[bool] = False
+    """Its cache holds more than keys and values."""
 
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
         raise ValueError(f"{type(self).__name__} has no attention map")
@@ -118,7 +125,7 @@ class Attention(Mechanism):
         self,
         x: Tensor,
         key_mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StaticLayerCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """`[B, T, d_model]` -> the same.
@@ -135,7 +142,7 @@ class Attention(Mechanism):
         self,
         x: Tensor,
         key_mask: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StaticLayerCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Given:
         """Queries of the new tokens, keys and values of all."""
@@ -147,10 +154,14 @@ class Attention(Mechanism):
             raise ValueError("document_ids are for packed training rows and don't go with a cache")
         query, key, value = self.heads(x)
         if self.rotary:
-            query, key = rotate_by_place((query, key), places(x, key_mask, past), self.rope_theta)
+            place = places(x, key_mask, past) if cache is None else cache.places(x, key_mask)
+            query, key = rotate_by_place((query, key), place, self.rope_theta)
+        key_lengths = None
         if cache is not None:
-            key, value = cache.append(key, value)
-        return Given(x, query, key, value, key_mask, document_ids, cache)
+            key, value, key_mask, key_lengths = cache.take(key, value, key_mask)
+            if key_lengths is not None and not self.takes_key_lengths:
+                raise ValueError(f"{type(self).__name__} can't use a static cache: decode with a growing one")
+        return Given(x, query, key, value, key_mask, document_ids, cache, key_lengths=key_lengths)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, before position."""
@@ -210,38 +221,19 @@ def check_masks(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Ten
             raise ValueError("give either key_mask or document_ids: padding between documents takes its own id")
 
 
-def places(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None = None) -> Tensor:
-    """`[B or 1, T]`: places of the new tokens of x `[..., T, width]` among real tokens: padding doesn't count.
-
-    With documents, places start anew in each.
-    """
-    length = x.shape[-2]
-    index = torch.arange(past, past + length, device=x.device)[None]
-    if document_ids is not None:
-        number = document_numbers(document_ids)
-        first = F.pad(number[:, 1:] != number[:, :-1], (1, 0), value=True)
-        return index - torch.where(first, index, 0).cummax(-1).values
-    if key_mask is None:
-        return index
-    return (key_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
-
-
 def key_places(given: Given) -> Tensor:
     """`[B or 1, Tk]`: places of all keys."""
     return places(given.key, given.key_mask, 0, given.document_ids)
 
 
-def document_numbers(document_ids: Tensor) -> Tensor:
-    """`[B, T]`: 0, 1, 2, … along each row, rising wherever the id changes."""
-    changes = document_ids[:, 1:] != document_ids[:, :-1]
-    return F.pad(changes.long().cumsum(-1), (1, 0))
-
-
 def seen(given: Given, rows: Tensor) -> Tensor:
     """`[B or 1, 1, rows, Tk]` bool: the keys that queries `rows` may look at. Padding sees itself: no row is empty."""
     index = torch.arange(given.key.shape[2], device=given.key.device)
-    own = (rows + given.past)[:, None]
-    visible = (index <= own)[None]
+    if given.key_lengths is None:
+        own = (rows + given.past)[:, None]
+    else:  # queries of padding may stand before the first key
+        own = (rows + given.key_lengths[:, None] - given.query.shape[2]).clamp(min=0)[..., None]
+    visible = (index <= own).expand(1 if own.ndim == 2 else -1, -1, -1)
     if given.key_mask is not None:
         visible = visible & (given.key_mask[:, None] | (index == own))
     if given.document_ids is not None:
@@ -264,7 +256,8 @@ def softmax_attention(given: Given, dropout: float, *, scale: float | None = Non
     query, key, value = given.query, given.key, given.value
     grouped = query.shape[1] != key.shape[1]
     n_queries, n_keys = query.shape[2], key.shape[2]
-    if given.key_mask is None and given.document_ids is None and n_queries in (1, n_keys):
+    plainly_causal = given.key_mask is None and given.document_ids is None and given.key_lengths is None
+    if plainly_causal and n_queries in (1, n_keys):
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=n_queries > 1, scale=scale, enable_gqa=grouped
         )

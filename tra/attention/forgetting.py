@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ class ForgettingAttention(GatedAttention):
     This is the form without output gate and norms ("LLaMA" in its paper), as in the comparison of the TRA paper.
     Arguments as for `GatedAttention`.
     """
+
+    caches_more: ClassVar[bool] = True
 
     def factors(self, given: Given) -> Factors:
         # The running sum at the query is the same for all its keys, and softmax doesn't see it.

@@ -23,6 +23,7 @@ class LongShortTermMemory(Mechanism):
     """
 
     replaces_mlp: ClassVar[bool] = True
+    caches_more: ClassVar[bool] = True
 
     def __init__(
         self,

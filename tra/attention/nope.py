@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from tra.attention._base import Attention, Given, softmax_attention
@@ -9,6 +11,8 @@ from tra.attention._base import Attention, Given, softmax_attention
 
 class NoPositionAttention(Attention):
     """Plain causal softmax attention. Arguments as for `Attention`."""
+
+    takes_key_lengths: ClassVar[bool] = True
 
     def attend(self, given: Given) -> Tensor:
         return softmax_attention(given, self.dropout_now)

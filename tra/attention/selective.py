@@ -22,6 +22,7 @@ class SelectiveAttention(Attention):
 
     default_qk_norm: ClassVar[bool] = True
     default_rotary: ClassVar[bool] = True
+    caches_more: ClassVar[bool] = True
 
     def attend(self, given: Given) -> Tensor:
         group = self.n_heads // self.n_kv_heads

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention._base import Attention, Given, document_numbers
+from tra.attention._base import Attention, Given
 from tra.attention._gate import ForgetGate
+from tra.attention._places import document_numbers
 from tra.naming import unknown_name
 from tra.ops import (
     IMPLEMENTATIONS,
@@ -37,6 +38,7 @@ class ThresholdRelativeAttention(Attention):
 
     default_qk_norm: ClassVar[bool] = True
     config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
+    takes_key_lengths: ClassVar[bool] = True
     gated: ClassVar[bool] = True
     """Without a gate, distance costs nothing."""
 
@@ -83,7 +85,9 @@ class ThresholdRelativeAttention(Attention):
         }
         query, key, value, log_forget = given.query, given.key, given.value, self.log_forget(given.x)
         if given.document_ids is None:
-            return threshold_relative_attention(query, key, value, log_forget, key_mask=given.key_mask, **options)
+            return threshold_relative_attention(
+                query, key, value, log_forget, key_mask=given.key_mask, key_lengths=given.key_lengths, **options
+            )
         # [B, H, T, ·] -> [B T, H, ·]: rows become further documents of one packed row
         query, key, value, log_forget = (y.transpose(1, 2).flatten(0, 1) for y in (query, key, value, log_forget))
         ends = _document_ends(given.document_ids)
