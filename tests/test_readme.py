@@ -92,12 +92,20 @@ def test_its_training_steps_are_those_of_the_log() -> None:
 
 
 def test_its_language_models_are_those_of_the_logs() -> None:
-    for name, label in (("tra", "TRA"), ("forgetting", "FoT"), ("rope", "RoPE")):
+    for name, label in (("tra", "TRA"), ("forgetting", "FoT"), ("cope", "CoPE"), ("rope", "RoPE")):
         rows = read_rows(ROOT / "results/language" / name / "perplexity.jsonl")
         found = {row["window"]: row["perplexity"] for row in rows if (row["text"], row["overlap"]) == TEST_ARTICLES}
         assert f"| {label} | {found[128]:.1f} | {found[4096]:.1f} | {found[16384]:.1f} |" in README
     tra, rope = json.loads((ROOT / "results/bench/step-language.json").read_text())["rows"]
     assert f"{tra['step_ms']:.1f} ms and {tra['peak_mib'] / 1024:.1f} GiB, with RoPE {rope['step_ms']:.1f} ms" in README
+    cost = {
+        (row["size"], row["mechanism"]): row["step_ms"]
+        for row in json.loads((ROOT / "results/bench/cost.json").read_text())["rows"]
+    }
+    medium, tiny = (cost[size, "tra"] / cost[size, "rope"] for size in ("medium", "tiny"))
+    assert f"TRA takes {medium:.2f} times RoPE's step (paper: 1.14), the tiny model {tiny:.2f} times" in README.replace(
+        "\n", " "
+    )
     prepared = json.loads((ROOT / "results/bench/prepare.json").read_text())["rows"][-1]
     assert f"100 MB of English take {prepared['seconds']:.0f} s and {prepared['peak_mib']} MiB" in README
 
