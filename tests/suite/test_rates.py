@@ -7,27 +7,33 @@ import tarfile
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from tra.config import RunConfig
 from tra.suite import cells
-from tra.suite.suites import RATES
+from tra.suite.suites import LENGTH_RATES, RATES
 
-LOGS = Path(__file__).parents[2] / "results/rivals/rates.tar.gz"
+RESULTS = Path(__file__).parents[2] / "results"
 
 
-def test_rates_are_those_of_the_lowest_training_loss() -> None:
+@pytest.mark.parametrize("name", ["rivals", "lengths"])
+def test_rates_are_those_of_the_lowest_training_loss(name: str) -> None:
     files: dict[str, str] = {}
-    with tarfile.open(LOGS) as archive:
+    with tarfile.open(RESULTS / name / "rates.tar.gz") as archive:
         for member in archive.getmembers():
             if member.isfile():
                 file = archive.extractfile(member)
                 assert file is not None
                 files[member.name] = file.read().decode()
-    losses: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for cell in cells("rivals-rates"):
+    losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells(f"{name}-rates"):
         config = RunConfig.from_dict(json.loads(files[f"rates/{cell.name}/config.json"]))
         assert config == cell.config
         last = json.loads(files[f"rates/{cell.name}/metrics.jsonl"].splitlines()[-1])
-        assert last["step"] == cell.config.train.steps
-        losses[cell.config.model.mechanism][cell.config.optim.lr].append(last["loss"])
-    best = {name: min(rates, key=lambda rate: sum(rates[rate])) for name, rates in losses.items()}
-    assert best == RATES
+        assert last["step"] == config.train.steps
+        losses[config.task.name, config.model.mechanism][config.optim.lr].append(last["loss"])
+    best = {key: min(rates, key=lambda rate: sum(rates[rate])) for key, rates in losses.items()}
+    if name == "rivals":
+        assert {mechanism: rate for (_, mechanism), rate in best.items()} == RATES
+    else:
+        assert best == {(task, who): rate for task, rates in LENGTH_RATES.items() for who, rate in rates.items()}

@@ -94,8 +94,8 @@ def language_rates() -> Suite:
 
 
 LENGTH_RATES = {
-    "copy": {"tra": 1e-3, "rope": 1e-3},
-    "induct": {"tra": 1e-3, "rope": 1e-3},
+    "copy": {"tra": 1e-3, "rope": 3e-3},
+    "induct": {"tra": 3e-4, "rope": 3e-4},
     "instruct": {"tra": 1e-3, "rope": 1e-3},
 }
 """Learning rates of `lengths`: those with the lowest final training loss in `lengths-rates`."""
