@@ -19,9 +19,9 @@ from tra.ops import (
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
+from tra.ops._bound import log_rest
 from tra.ops._inputs import Visible, check_options, default_tolerance
 from tra.ops._softmax import softmax_or_nothing
-from tra.ops.blockwise import log_rest
 from tra.ops.reference import reference_map
 
 

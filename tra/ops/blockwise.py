@@ -20,9 +20,11 @@ import math
 import torch
 from torch import Tensor
 
+from tra.ops._bound import log_rest
 from tra.ops._dropout import keep_weights
 from tra.ops._inputs import Visible, compute_dtype, without_autocast
 from tra.ops._layout import Layout, Walk, query_block, without_padding
+from tra.ops.tail import MOST_QUERIES, tail
 
 
 def blockwise(
@@ -41,6 +43,9 @@ def blockwise(
 ) -> Tensor:
     """Same result as `reference` up to rounding and `tolerance`, without ever holding a Tq × Tk tensor."""
     first, last, key_mask = visible
+    if score_bound is not None and tolerance > 0 and dropout == 0 and _decodes(query, key, value, log_forget):
+        options = {"scale": scale, "threshold": threshold, "score_bound": score_bound, "tolerance": tolerance}
+        return tail(query, key, value, log_forget, visible, **options)
     if key_mask is not None:
         key, value, first, last = without_padding(key, value, first, last, key_mask)
     if seed is None:
@@ -49,6 +54,13 @@ def blockwise(
         query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance
     )
     return out.to(query.dtype)
+
+
+def _decodes(query: Tensor, *others: Tensor) -> bool:
+    """Few queries, no gradients, and a device that is no trouble to ask."""
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *others))
+    here = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    return query.shape[2] <= MOST_QUERIES and here and not wants_gradients
 
 
 def _scores(
@@ -79,14 +91,6 @@ def _add_distance(scores: Tensor, kept: Tensor, log_forget: Tensor, count: Tenso
     distances = (total + count)[..., None].sub(distances).add_(ones)
     logits = scores.addcmul_(log_forget[..., None], distances).masked_fill_(~kept, -torch.inf)
     return logits, distances, count + total
-
-
-def log_rest(log_forget: Tensor, count: Tensor, keys_left: Tensor, highest_score: Tensor) -> Tensor:
-    """Logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`."""
-    terms = torch.where(log_forget == 0, keys_left, torch.expm1(log_forget * keys_left) / torch.expm1(log_forget))
-    decay = log_forget * (count + 1)
-    rounding = 16 * torch.finfo(log_forget.dtype).eps * (1 + highest_score.abs() + decay.abs())
-    return highest_score + decay + terms.log() + rounding
 
 
 class _Bound:

@@ -1,7 +1,7 @@
 """The walk as fused Triton kernels: forward and backward, registered as operators.
 
-`_kernels.py` has the kernels, `_tiles.py` their block shapes; this file prepares their arguments. Triton is imported
-at the first call, so that nobody needs it who doesn't use it.
+`_kernels.py` has the kernels, `_tiles.py` their block shapes; this file prepares their arguments. Few queries go to
+`decode.py`. Triton is imported at the first call, so that nobody needs it who doesn't use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.ops import _tiles
+from tra.ops import _tiles, decode
 from tra.ops._inputs import Visible, without_autocast
 from tra.ops._layout import without_padding
 
@@ -77,10 +77,12 @@ def fused(
     reason = why_not(query, value)
     if reason is not None:
         raise RuntimeError(f"impl='triton' is not available: {reason}")
-    first = last = None
-    if visible is not None:
-        first, last, key_mask = visible
-        if key_mask is not None:
+    inputs = (query, key, value, log_forget)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    decoding = not training and dropout == 0 and decode.takes(query, key)
+    first, last, key_mask = visible or (None, None, None)
+    if first is not None and last is not None:
+        if key_mask is not None and not decoding:
             key, value, first, last = without_padding(key, value, first, last, key_mask)
         last = last.clamp(max=key.shape[2] - 1)  # lengths on a GPU aren't checked, and must not lead astray
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
@@ -88,10 +90,12 @@ def fused(
         query, scale = -query, -scale
     if key.shape[2] <= EARLY_ABOVE:
         tolerance = 0.0
-    inputs = (query, key, value, log_forget)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if decoding:
+        return torch.ops.tra.decode(
+            query, key, value, log_forget, first, last, key_mask, scale, threshold, score_bound, tolerance
+        )
     return torch.ops.tra.fused_forward(
-        *inputs, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training
+        query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training
     )[0]
 
 

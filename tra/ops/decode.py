@@ -1,0 +1,222 @@
+"""Few queries over many keys: the walk in pieces side by side, as an operator.
+
+One query alone would keep one program per head busy. Here the keys are cut into pieces that are walked at the same time
+and merged exactly. Heads that forget need a short tail of the keys, so pieces come in phases, from the newest keys on:
+a piece of a later phase looks at what the former ones have found, and leaves at once where the rest provably doesn't
+count. Launches depend on shapes alone; lengths are read on the device. `_decode_kernel.py` has the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tra.ops import _tiles
+from tra.ops._tiles import Forward
+
+MOST_QUERIES = 16
+"""Per head. More are a prompt: neighbouring rows that the forward kernel takes 64 at a time, with keys read once."""
+MOST_ROWS = 64
+"""Queries times heads that share a key head: what one program holds. Beyond, the forward kernel fills its blocks."""
+PIECE = 256
+"""Keys of a piece in the first phase, and at least on full walks; half of it over few keys."""
+FEW_KEYS = 2048
+"""Up to here it pays to have more programs with less to walk."""
+LATER_PIECE = 512
+"""The least keys of a piece in later phases, where most pieces leave at once."""
+LEAST_LATER = 4
+"""Pieces of a later phase, however many heads there are: one that hardly forgets shouldn't be a single walk."""
+FIRST_PIECES, MOST_PIECES = 16, 128
+"""Of the first phase, and of any other, per key head: more would cost the merge more than they gain."""
+GROWTH = 4096
+"""How many times the keys of former phases a phase ends at: two phases up to a million keys and more."""
+
+TILES: dict[tuple[int, int], tuple[Forward, ...]] = {
+    # (bytes per number, widest head): best first. 64 keys are what Hopper's products take at once, as in the forward.
+    (2, 64): (Forward(16, 64, 4, 3), Forward(16, 64, 4, 2)),
+    (2, 128): (Forward(16, 64, 4, 3), Forward(16, 64, 4, 2)),
+    (2, 256): (Forward(16, 64, 4, 2), Forward(16, 32, 4, 2)),
+    (4, 64): (Forward(16, 32, 4, 2), Forward(16, 16, 4, 1)),
+    (4, 128): (Forward(16, 32, 4, 2), Forward(16, 16, 4, 1)),
+    (4, 256): (Forward(16, 16, 4, 2), Forward(16, 16, 4, 1)),
+}
+"""Rows are the least that a block has; more queries take the next power of two."""
+NARROWEST = 64
+"""Columns of queries and keys on a GPU, the rest zeros: on an H200, Triton 3.6 gave wrong products of 32 columns."""
+INTERPRETED = (Forward(16, 32, 4, 1),)
+ASKED_AT_ONCE, MERGED_AT_ONCE = 2048, 8192
+"""Numbers that fit a program's registers: former pieces times rows, and in the merge pieces times columns."""
+
+
+class Phase(NamedTuple):
+    """Key blocks walked side by side: `span` of them, the newest `start` blocks from the newest key."""
+
+    pieces: int
+    start: int
+    span: int
+    least: int  # blocks of a piece
+
+
+def takes(query: Tensor, key: Tensor) -> bool:
+    """Whether there are few enough queries."""
+    heads, n_queries = query.shape[1:3]
+    return n_queries <= MOST_QUERIES and n_queries * (heads // key.shape[1]) <= MOST_ROWS
+
+
+def phases(n_blocks: int, heads: int, block: int, processors: int, early: bool, piece: int) -> list[Phase]:
+    """How `n_blocks` blocks of `block` keys are cut into pieces of `piece` or more, for `heads` key heads in the batch.
+
+    The first phase gives every processor two programs; later ones three, which it holds at once, as most of them leave;
+    full walks up to sixteen, which even out.
+    """
+    shortest, later = max(1, piece // block), max(1, LATER_PIECE // block)
+    most = min(MOST_PIECES, -(-16 * processors // heads))
+    most_later = min(MOST_PIECES, max(LEAST_LATER, 3 * processors // heads))
+    if not early:
+        return [Phase(min(most, -(-n_blocks // shortest)), 0, n_blocks, shortest)]
+    first = max(1, min(FIRST_PIECES, 2 * processors // heads))
+    found = [Phase(min(first, -(-n_blocks // shortest)), 0, first * shortest, shortest)]
+    start = first * shortest
+    while start < n_blocks:
+        span = min(start * (GROWTH - 1), n_blocks - start)
+        found.append(Phase(min(most_later, -(-span // later)), start, span, later))
+        start += span
+    return found
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    key_mask: Tensor | None,
+    *,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    tolerance: float,
+    tile: Forward | None = None,
+    piece: int | None = None,
+) -> Tensor:
+    """As `tra::decode`; with a `tile` or `piece` it is cut as these say instead of as shipped."""
+    from tra.ops import _decode_kernel, fused  # fused imports this file
+
+    batch, heads, n_queries, width = query.shape
+    kv_heads, n_keys, value_width = key.shape[1], key.shape[2], value.shape[3]
+    group = heads // kv_heads
+    rows = group * n_queries
+    out = fused._empty_out(query, value_width)
+    # Without a promise the bound would need the norms of all keys: as much to read as the walk.
+    early = tolerance > 0 and score_bound is not None
+    exact = query.dtype == torch.float32
+    unit = 1.0 if exact else fused.LOG2_E
+    bound = (score_bound or 0.0) * unit
+    q, k, v = (fused._rows_contiguous(x) for x in (query, key, value))
+    mask = None if key_mask is None else key_mask.view(torch.uint8)
+    numbers = (scale * unit, fused._cut(scale, threshold), bound, math.log(tolerance) * unit if early else 0.0)
+    options: dict[str, Any] = {
+        "D": width,
+        "DV": value_width,
+        "BD": max(fused._padded(width), NARROWEST if q.is_cuda and not exact else 16),
+        "BDV": fused._padded(value_width),
+        "RANGES": first is not None,
+        "MASKED": mask is not None,
+        "EARLY": early,
+        "EXACT": exact,
+        "PRECISION": "ieee",
+    }
+
+    def launch(tile: Forward) -> None:
+        n_blocks = -(-n_keys // tile.keys)
+        usual = PIECE // 2 if n_keys <= FEW_KEYS else PIECE
+        plan = phases(n_blocks, batch * kv_heads, tile.keys, _processors(q.device), early, piece or usual)
+        pieces = sum(phase.pieces for phase in plan)
+        alone = pieces == 1
+        block_rows = max(tile.rows, fused._padded(rows))
+        parts, stats = out, out  # not used
+        if not alone:
+            parts = torch.empty(batch * kv_heads * pieces * rows * value_width, dtype=torch.float32, device=q.device)
+            stats = torch.empty(4, batch * kv_heads * pieces * rows, dtype=torch.float32, device=q.device)
+        before = 0
+        for phase in plan:
+            _decode_kernel.decode_kernel[(batch * kv_heads, phase.pieces)](
+                q, k, v, log_forget, first, last, mask, out, parts, stats,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(),
+                *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
+                n_queries, n_keys, kv_heads, group, *numbers, *phase[1:], before, pieces,
+                **options, LATER=before > 0, ALONE=alone,
+                CHUNK=max(16, min(ASKED_AT_ONCE // block_rows, _power_of_two(before))),
+                BM=block_rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+            before += phase.pieces
+        if alone:
+            return
+        columns = max(16, min(options["BDV"], MERGED_AT_ONCE // _power_of_two(pieces)))
+        _decode_kernel.merge_kernel[(batch * heads * n_queries, -(-value_width // columns))](
+            log_forget, parts, stats, out, *log_forget.stride(), *out.stride()[:3], stats.stride(0),
+            n_queries, heads, group, pieces, DV=value_width, BP=_power_of_two(pieces), BDV=columns, EXACT=exact,
+        )  # fmt: skip
+
+    with fused._on(q.device):
+        if tile is not None:
+            launch(tile)
+        else:
+            kind = ("decode", q.device, query.dtype, rows, *options.values())
+            _tiles.run(kind, n_keys, _candidates(options["BD"], options["BDV"], q), launch)
+    return out
+
+
+def _candidates(width: int, value_width: int, query: Tensor) -> tuple[Forward, ...]:
+    if query.device.type == "cpu":
+        return INTERPRETED
+    return tuple(_tiles.candidates(TILES, width, value_width, query.element_size(), query.device))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@torch.library.custom_op("tra::decode", mutates_args=())
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    tolerance: float,
+) -> Tensor:
+    """`[B, H, Tq, Dv]`. Ranges are `[B, Tq]` int32, and `key_mask` `[B, Tk]`; slots outside of both aren't read."""
+    return attend(
+        query,
+        key,
+        value,
+        log_forget,
+        first,
+        last,
+        key_mask,
+        scale=scale,
+        threshold=threshold,
+        score_bound=score_bound,
+        tolerance=tolerance,
+    )
+
+
+@_decode.register_fake
+def _(query, key, value, *_rest):  # type: ignore[no-untyped-def]
+    from tra.ops import fused
+
+    return fused._empty_out(query, value.shape[3])
