@@ -11,8 +11,10 @@ import pytest
 
 from tra.attention import MECHANISMS
 from tra.cli import VERBS
+from tra.hub.export import export_run
 from tra.presets import PRESETS
 from tra.rows import read_rows
+from tra.run import RunFolder
 from tra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +24,11 @@ CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_its_code_runs(code: str) -> None:
+def test_its_code_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "my-model" in code:  # as the line above it has it
+        assert "tra export flipflop-tra my-model" in README
+        export_run(RunFolder.open("flipflop-tra"), "my-model")
     exec(code, {})
 
 

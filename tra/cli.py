@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from tra.naming import unknown_name
 from tra.text.prepare import NoSpaceError, WorkerError
 from tra.verbs.bench import bench
 from tra.verbs.evaluate import evaluate
+from tra.verbs.export import export
+from tra.verbs.generate import generate
 from tra.verbs.look import attend, report
 from tra.verbs.suite import suite
 from tra.verbs.text import prepare
@@ -27,11 +30,13 @@ VERBS: dict[str, Callable[..., int]] = {
     "demo": demo,
     "train": train,
     "evaluate": evaluate,
+    "generate": generate,
     "attend": attend,
     "prepare": prepare,
     "report": report,
     "bench": bench,
     "suite": suite,
+    "export": export,
 }
 
 
@@ -90,6 +95,9 @@ def main() -> None:
     except RankLostError as error:
         print(f"tra: {error}; go on with --resume", file=sys.stderr)
         raise SystemExit(1) from None
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except KeyboardInterrupt:
         print("tra: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

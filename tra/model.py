@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from tra.attention import MECHANISMS, Cache, LayerCache, StaticCache, ThresholdR
 from tra.attention._base import check_masks
 from tra.attention._cache import StaticLayerCache
 from tra.attention._places import places
+from tra.generate import Sampling, collect, continuation
 from tra.naming import unknown_name
 
 
@@ -214,7 +214,6 @@ class Decoder(nn.Module):
             raise ValueError(f"{self.config.mechanism} can't use a static cache: decode with a growing one")
         return StaticCache(self.config.n_layers, capacity)
 
-    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -222,36 +221,50 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Sequence[int] = (),
+        vocabulary: int | None = None,
+        capacity: int | Literal["static"] | None = None,
+        prefill_chunk: int | None = None,
+        graph: bool | None = None,
+        stream: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Continue `[B, T]` prompts, padded on either side if `key_mask` says so -> `[B, max_new_tokens]`.
+        """Continue `[B, T]` prompts -> `[B, max_new_tokens]`, or fewer columns where all rows say a stop token before.
 
         Args:
-            temperature: 0 takes the likeliest token; otherwise tokens are sampled.
-            generator: Source of randomness for sampling.
+            key_mask: `[B, T]` bool, False at padding, which may stand anywhere: rows go on as they would alone.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it, then cut by `top_k`, then by
+                `top_p`, and a token is drawn from what is left.
+            generator: Source of randomness, on the device of the tokens.
+            top_k: Draw from the k likeliest tokens.
+            top_p: Draw from the smallest set of tokens whose mass reaches it; at least one.
+            stop_tokens: A row that has said one of them is finished; it keeps the token, which also fills its later
+                places. When all rows are finished, generation ends.
+            vocabulary: Ids below it can be said; all by default. For a head that is wider than its vocabulary.
+            capacity: Room of a static cache, in tokens of the prompt (padding included) and new ones; "static" is as
+                much as they need. By default the cache grows.
+            prefill_chunk: Prompts are read so many tokens at a time, so that a long one takes little memory; whole by
+                default.
+            graph: Decode with a CUDA graph, which takes a static cache; by default where that is possible and pays.
+            stream: Is given each new column `[B]` as it comes, on the device of the tokens.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
-        cache, new = self.new_cache(), []
-        logits = self(tokens, key_mask, cache)
-        # The next token follows the last real one, which right padding doesn't move.
-        if key_mask is None:
-            logits = logits[:, -1]
-        else:
-            last = tokens.shape[1] - 1 - key_mask.flip(-1).int().argmax(-1)
-            logits = logits[torch.arange(len(tokens), device=tokens.device), last]
-        while True:
-            if temperature == 0:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
-                chosen = torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
-            new.append(chosen)
-            if len(new) == max_new_tokens:
-                return torch.cat(new, dim=1)
-            if key_mask is not None:
-                key_mask = F.pad(key_mask, (0, 1), value=True)
-            logits = self(chosen, key_mask, cache)[:, -1]
+        self._check(tokens)
+        columns = continuation(
+            self,
+            tokens,
+            max_new_tokens,
+            key_mask=key_mask,
+            sampling=Sampling(temperature, top_k, top_p),
+            generator=generator,
+            stop_tokens=stop_tokens,
+            vocabulary=vocabulary,
+            capacity=capacity,
+            prefill_chunk=prefill_chunk,
+            graph=graph,
+        )
+        return collect(columns, stop_tokens, stream)
 
     @torch.no_grad()
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:

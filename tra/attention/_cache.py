@@ -125,6 +125,8 @@ class StaticCache:
         """Tokens that fit, and tokens given so far, padding included."""
         self.lengths: Tensor | None = None
         """`[B]`: real tokens held, once there are any; those of the pass that is under way come with `end`."""
+        self.padded = False
+        """Whether there may have been padding, so that rows differ in length."""
         self.layers = [StaticLayerCache(self) for _ in range(n_layers)]
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -141,14 +143,15 @@ class StaticCache:
         index = torch.arange(new, device=x.device).expand(batch, -1)
         real = torch.full_like(self.lengths, new)
         if key_mask is not None:
+            self.padded = True
             is_real = key_mask[:, self.length :]
             real = is_real.sum(-1)
             self._order = is_real.int().argsort(dim=-1, stable=True)
             x = x.gather(1, self._order[..., None].expand_as(x))
         self.now = self.lengths + real
         self.new_places = self.now[:, None] - new + index
-        stored = index >= (new - real)[:, None]
-        self.slots = torch.where(stored, self.new_places, self.capacity)  # padding goes to a slot that nobody reads
+        is_padding = index < (new - real)[:, None]
+        self.slots = self.new_places.masked_fill(is_padding, self.capacity)  # a slot that nobody reads
         return x, None
 
     def end(self, x: Tensor) -> Tensor:
@@ -185,5 +188,9 @@ class StaticLayerCache:
             if buffer.dtype != new.dtype:
                 raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
             buffer.scatter_(2, slots.expand_as(new), new)
-        keys, values = (buffer[:, :, : self._cache.capacity] for buffer in self._buffers)
-        return Held(keys, values, None, self._cache.now)
+        if key.shape[2] == 1:  # a step, whose shapes never change
+            keys, values = (buffer[:, :, : self._cache.capacity] for buffer in self._buffers)
+            return Held(keys, values, None, self._cache.now)
+        end = self.length + key.shape[2]  # a prompt needn't look at what is free, nor be told unless rows differ
+        keys, values = (buffer[:, :, :end] for buffer in self._buffers)
+        return Held(keys, values, None, self._cache.now if self._cache.padded else None)

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MEASURES = ("ms", "step_ms", "forward_ms", "backward_ms", "peak_mib")
-OTHER_MEASURES = {"fastest_ms", "slowest_ms", "times_flash", "step_ratio", "peak_ratio", "ready_after_s", "finite"}
+MEASURES = ("ms", "step_ms", "prefill_ms", "forward_ms", "backward_ms", "peak_mib")
+OTHER_MEASURES = {
+    *("fastest_ms", "slowest_ms", "times_flash", "times_sdpa", "step_ratio", "peak_ratio", "ready_after_s", "finite"),
+    "tokens_per_second",
+}
 WORSE = 1.1
 
 

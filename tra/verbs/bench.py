@@ -21,7 +21,9 @@ from tra.verbs._shared import Json
 
 def bench(
     what: tyro.conf.Positional[
-        Literal["op", "trained", "sampling", "step", "cost", "cells", "prepare", "compare", "figure"]
+        Literal[
+            "op", "trained", "decode", "generate", "sampling", "step", "cost", "cells", "prepare", "compare", "figure"
+        ]
     ] = "op",
     /,
     files: tyro.conf.Positional[tuple[Path, ...]] = (),
@@ -34,14 +36,16 @@ def bench(
     Args:
         what: "op" is the operator: on a GPU the kernels against others' attention, on a CPU its implementations;
             "trained RUN STORE" the kernels on what a trained language model makes of a text, on a GPU;
+            "decode [RUN STORE]" is one token over a long context, on a GPU, random or as such a model reads a text;
+            "generate" is generation from end to end, prompt and all, with a CUDA graph and without, TRA and RoPE;
             "sampling" is what it adds to a training step; "step" is a whole training step of every mechanism, as a
             ratio to RoPE's; "cost" the same for the shapes of the paper's cost table, TRA and RoPE;
             "cells" is how many cells of a suite an hour sees, by how many run side by side;
             "prepare [TEXT]" makes token stores of 25 and 100 MB of text. "compare OLD NEW" sets two results side by
             side and fails where the new one is 10 % worse; "figure FILE" draws a GPU's "op" beside the file.
-        files: Results as JSON, of "compare" and "figure"; of "prepare" a text, by default one made up; of "trained" a
-            run and a token store.
-        only: Of "step" and "cost": these mechanisms; all by default.
+        files: Results as JSON, of "compare" and "figure"; of "prepare" a text, by default one made up; of "trained" and
+            "decode" a run and a token store.
+        only: Of "step", "cost" and "generate": these mechanisms, in place of all those named above.
         device: cpu or cuda; a GPU by default if there is one.
         as_json: Print JSON for scripts instead of a table.
     """
@@ -49,14 +53,16 @@ def bench(
         return _bench_compare(files)
     if what == "figure":
         return _bench_figure(files)
-    if what == "trained" and len(files) != 2:
-        raise ValueError(f"bench trained takes a run and a token store, got {len(files)} names")
-    if what != "trained" and len(files) > (what == "prepare"):
+    if (what == "trained" and len(files) != 2) or (what == "decode" and len(files) not in (0, 2)):
+        raise ValueError(f"bench {what} takes a run and a token store, got {len(files)} names")
+    if what not in ("trained", "decode") and len(files) > (what == "prepare"):
         raise ValueError(f"bench {what} takes {'one text' if what == 'prepare' else 'no files'}, got {files[-1]}")
     for mechanism in only:
         if mechanism not in MECHANISMS:
             raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
     from tra.bench.cells import bench_cells
+    from tra.bench.decode import bench_decode, bench_decode_trained
+    from tra.bench.generate import bench_generate
     from tra.bench.kernels import bench_kernels, bench_trained
     from tra.bench.op import bench_op
     from tra.bench.prepare import bench_prepare
@@ -71,11 +77,17 @@ def bench(
         chosen = training.pick_device(device)
         if what == "op":
             result = bench_kernels(chosen, progress) if chosen.type == "cuda" else bench_op(progress)
-        elif what == "trained":
+        elif what in ("trained", "decode"):
             if chosen.type != "cuda":
-                raise ValueError("bench trained measures the kernels, which need a GPU")
-            run, stream = RunFolder.open(files[0]), Stream.of_store(TokenStore.open(files[1]))
-            result = bench_trained(chosen, run, stream, progress)
+                raise ValueError(f"bench {what} measures the kernels, which need a GPU")
+            if not files:
+                result = bench_decode(chosen, progress)
+            else:
+                run, stream = RunFolder.open(files[0]), Stream.of_store(TokenStore.open(files[1]))
+                on_text = bench_trained if what == "trained" else bench_decode_trained
+                result = on_text(chosen, run, stream, progress)
+        elif what == "generate":
+            result = bench_generate(chosen, only or ("tra", "rope"), progress=progress)
         elif what == "sampling":
             result = bench_sampling(chosen, progress)
         elif what == "cells":

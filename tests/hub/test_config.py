@@ -1,0 +1,67 @@
+"""The config: the decoder's fields under transformers' names, and nothing guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+import tra
+from tests.hub.models import config, decoder_config
+from tra.attention import MECHANISMS
+from tra.hub import TRAConfig
+
+
+@pytest.mark.parametrize("mechanism", list(MECHANISMS))
+def test_there_and_back(mechanism: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"block": "authors", "dropout": 0.25, "gate_bias": 3.0, "cope_positions": 7}
+    changes |= {"rope_theta": 1e4, "embedding_init": "normal"}
+    if mechanism != "lstm":
+        changes |= {"qk_norm": True, "rotary": False}
+    decoder = decoder_config(mechanism, **changes)
+    assert TRAConfig.from_decoder(decoder).to_decoder() == decoder
+    TRAConfig.from_decoder(decoder, tie_word_embeddings=True, eos_token_id=3).save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(again, TRAConfig)
+    assert again.to_decoder() == decoder
+    assert again.tie_word_embeddings
+    assert again.eos_token_id == 3
+
+
+def test_defaults_are_the_decoder_s() -> None:
+    plain = tra.DecoderConfig(vocab_size=50_304)
+    assert TRAConfig().to_decoder() == dataclasses.replace(plain, n_kv_heads=plain.n_heads)
+
+
+def test_dropout_has_transformers_name_too() -> None:
+    assert TRAConfig(attention_dropout=0.5).dropout == 0.5
+    assert TRAConfig(dropout=0.5).attention_dropout == 0.5
+
+
+def test_a_cache_is_for_those_who_can_use_it() -> None:
+    assert config("tra").use_cache
+    assert not any(config(name).use_cache for name, mechanism in MECHANISMS.items() if mechanism.caches_more)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mechanism": "rop"}, "unknown mechanism 'rop': did you mean 'rope'"),
+        ({"hidden_size": "wide"}, "hidden_size must be of type int, got 'wide'"),
+        ({"num_hidden_layers": 0}, "n_layers must be at least 1, got 0"),
+        ({"block": "post"}, "block must be one of 'pre', 'authors', got 'post'"),
+        ({"tra_format": 2}, "the config has format 2, this tra reads up to 1: update tra"),
+        ({"tra_format": "x", "mechanism": "of tomorrow"}, "the config has format 'x'"),
+    ],
+)
+def test_bad_values_get_one_clear_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(ValueError, match=message) as found:
+        AutoConfig.from_pretrained(tmp_path)
+    assert "\n" not in str(found.value)

@@ -1,0 +1,107 @@
+"""The model card of an exported run: what it is, how it did, how to load it, where it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import tra
+from tra.config import RunConfig
+from tra.report._markdown import table_header, table_row
+from tra.report._names import NAMES
+from tra.rows import exact_text, length_text, read_rows
+from tra.run import RunFolder
+from tra.text.task import Text
+
+HEADER = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- threshold-relative-attention
+- {mechanism}
+---
+"""
+
+LOAD = """\
+## Use
+
+With `threshold-relative-attention[hub]` installed:
+
+```python
+import tra.hub  # or trust_remote_code=True, which does no more than that
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+inputs = tokenizer("{example}", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
+```
+"""
+
+
+def model_card(run: RunFolder, name: str, parameters: int, example: str) -> str:
+    """Markdown with a YAML header.
+
+    Args:
+        name: Of the exported folder.
+        parameters: How many the model has.
+        example: A prompt.
+    """
+    config = run.config()
+    model = config.model
+    parts = [
+        HEADER.format(mechanism=model.mechanism),
+        f"# {name}\n",
+        f"A decoder with {NAMES[model.mechanism]}: {model.n_layers} layers, {model.n_heads} heads, width "
+        f"{model.d_model}, {parameters:,} parameters. Trained on {_learnt(config)}: {config.train.steps:,} steps of "
+        f"{config.train.batch_size} sequences, seed {config.train.seed}.\n",
+        *_results(run),
+        LOAD.format(folder=name, example=example),
+        *_origin(run),
+    ]
+    return "\n".join(parts)
+
+
+def _learnt(config: RunConfig) -> str:
+    task = config.task.build()
+    if isinstance(task, Text):
+        data = "Alice's Adventures in Wonderland" if task.data is None else f"the text {Path(task.data).name!r}"
+        return f"{data} in windows of {task.window} tokens ({task.tokenizer})"
+    arguments = ", ".join(f"{key} {value}" for key, value in config.task.arguments.items())
+    return f"the task {task.name}" + (f" ({arguments})" if arguments else "")
+
+
+def _results(run: RunFolder) -> list[str]:
+    lines: list[str] = []
+    if rows := read_rows(run.evaluation_file):
+        lines += table_header("split", ["length", "sequences", "without an error (95 %)"])
+        lines += [table_row(row["split"], [length_text(row), f"{row['examples']:,}", exact_text(row)]) for row in rows]
+    if rows := read_rows(run.perplexity_file):
+        lines += [""] if lines else []
+        lines += table_header("text", ["window", "overlap", "perplexity", "a word", "bits a byte"])
+        lines += [table_row(row["text"], [f"{row['window']:,}", row["overlap"], *_perplexities(row)]) for row in rows]
+    return ["## Results\n", *lines, ""] if lines else []
+
+
+def _perplexities(row: dict[str, Any]) -> list[str]:
+    found = ((row["perplexity"], ".2f"), (row["word_perplexity"], ".2f"), (row["bits_per_byte"], ".4f"))
+    return ["" if value is None else f"{value:{form}}" for value, form in found]
+
+
+def _origin(run: RunFolder) -> list[str]:
+    """Versions and commits of training, and of this export."""
+    sessions = []
+    if run.environment_file.is_file():
+        sessions = json.loads(run.environment_file.read_text())["sessions"]
+    lines = ["## Origin\n"]
+    for session in sessions:
+        lines.append(
+            f"- trained with tra {session['tra']} (commit {session['commit']}), torch {session['torch']}, on "
+            f"{session['device']}, from {session['started']}"
+        )
+    lines.append(f"- exported with tra {tra.__version__}, transformers {transformers.__version__}")
+    return [*lines, "- the run's config.json, whole:\n", "```json", run.config_file.read_text().strip(), "```", ""]

@@ -1,0 +1,57 @@
+"""What a run reads and writes, as a tokenizer that AutoTokenizer loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+from transformers import PreTrainedTokenizerFast
+
+from tra.tasks import Task
+from tra.text import load_tokenizer
+from tra.text.task import Text
+from tra.text.tokenizer import Gpt2Tokenizer, Tokenizer, _byte_alphabet
+
+SEPARATOR = "<|endoftext|>"
+"""Stands before each document, and so ends the one before."""
+
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+"""Parts that symbols of tasks play, where a task has them."""
+
+
+def run_tokenizer(task: Task, files: Path | None = None) -> PreTrainedTokenizerFast:
+    """Of a task's symbols, or of a language model's text; GPT-2's files are looked for as in `load_tokenizer`."""
+    if isinstance(task, Text):
+        return _text_tokenizer(load_tokenizer(task.tokenizer, files))
+    return _symbol_tokenizer(task)
+
+
+def _text_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    library: Any
+    if isinstance(tokenizer, Gpt2Tokenizer):
+        library = Library.from_str(tokenizer._library.to_str())
+    else:
+        library = Library(models.BPE(_byte_alphabet(), []))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    # As everywhere here, "<|endoftext|>" in a text is text: only its id separates.
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=library, padding_side="left", split_special_tokens=True, **dict.fromkeys(SPECIAL, SEPARATOR)
+    )
+    assert made.eos_token_id == tokenizer.separator
+    return made
+
+
+def _symbol_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """As `task.render` writes sequences: symbols with spaces between, or without."""
+    library: Any = Library(models.WordLevel({symbol: index for index, symbol in enumerate(task.vocabulary)}))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if " " not in task.render(torch.tensor([0, 1])):
+        each = pre_tokenizers.Split(Regex("."), "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence([library.pre_tokenizer, each])
+        library.decoder = decoders.Fuse()
+    special = {part: symbol for part, symbol in SPECIAL.items() if symbol in task.vocabulary}
+    return PreTrainedTokenizerFast(tokenizer_object=library, padding_side="left", **special)

@@ -1,0 +1,155 @@
+"""A trained run becomes a folder that transformers loads: weights, tokenizer, model card; all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from tra.hub._card import model_card
+from tra.hub._tokenizer import run_tokenizer
+from tra.hub.model import TRAForCausalLM
+from tra.run import RunFolder
+from tra.tasks import Task, generator
+from tra.text.prepare import NoSpaceError
+from tra.text.task import Text
+
+FILES = re.compile(
+    r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|modeling_tra\.py|tokenizer(_config)?\.json|special_tokens_map\.json|README\.md"
+)
+"""What an export may hold: a folder with anything else in it is not replaced."""
+
+
+def export_run(
+    run: RunFolder, folder: str | Path, *, overwrite: bool = False, tokenizer_files: Path | None = None
+) -> TRAForCausalLM:
+    """Write `folder`, and give back the model that it holds.
+
+    Args:
+        run: A run that has ended.
+        folder: Where the model goes.
+        overwrite: Replace an exported model that is there.
+        tokenizer_files: Where GPT-2's files are, see `load_tokenizer`.
+    """
+    target = Path(folder).resolve()
+    _check_target(target, overwrite)
+    try:
+        decoder = run.load_model()
+    except RuntimeError:
+        raise ValueError(
+            f"{run.weights_file} doesn't fit {run.config_file}: other weights, or another config"
+        ) from None
+    task = run.config().task.build()
+    tokenizer = run_tokenizer(task, tokenizer_files)
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = TRAForCausalLM.from_decoder(decoder, **special)
+    beyond = list(range(len(tokenizer), model.config.vocab_size))  # a language model's ids are rounded up
+    model.generation_config = GenerationConfig(
+        **special, suppress_tokens=beyond or None, use_cache=model.config.use_cache
+    )
+    try:
+        with _temporary(target) as temporary, _quiet():
+            made = temporary / "made"
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+            (made / "README.md").write_text(model_card(run, target.name, model.num_parameters(), _prompt(task)))
+            _flush(made)
+            _check_target(target, overwrite)  # it may have come since
+            if target.exists():
+                target.rename(temporary / "replaced")
+            made.rename(target)
+    except SafetensorError as error:
+        raise ValueError(f"{folder} can't be written: {error}") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(
+                f"the disk is full ({error.strerror}), writing {folder}; nothing is left of it"
+            ) from None
+        raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
+    return model
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} exists already: use --overwrite to replace it")
+    try:
+        is_ours = (
+            json.loads((folder / "config.json").read_text())["model_type"] == TRAForCausalLM.config_class.model_type
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError(f"{folder} is not an exported model, so it is not overwritten")
+    if others := [path.name for path in sorted(folder.iterdir()) if not FILES.fullmatch(path.name)]:
+        raise ValueError(f"{folder} is not only an exported model ({others[0]} is in it), so it is not overwritten")
+
+
+def _prompt(task: Task) -> str:
+    """Something to continue: up to the first place at which an answer is due."""
+    if isinstance(task, Text):
+        return "Alice was"
+    batch = task.sample(task.splits[0], 1, generator(0, "prompt"))
+    return task.render(batch.tokens[0, : int(batch.loss_mask[0].int().argmax()) + 1])
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A folder beside the target, locked. What a killed export left there is removed first."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = folder.with_name(f".{folder.name}.exporting")
+    place.mkdir(exist_ok=True)
+    lock = os.open(place, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being written by another process") from None
+        try:
+            for path in list(place.iterdir()):
+                shutil.rmtree(path)
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a bar for the one file of weights."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _flush(folder: Path) -> None:
+    """All of it to the disk, before it takes its place; weights as readable as the rest, which they aren't at first."""
+    for path in (*folder.iterdir(), folder):
+        if path.suffix == ".safetensors":
+            path.chmod((folder / "config.json").stat().st_mode)
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

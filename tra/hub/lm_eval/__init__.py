@@ -1,0 +1,1 @@
+"""A task for EleutherAI's harness, whose --include_path is this folder."""

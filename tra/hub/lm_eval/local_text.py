@@ -1,0 +1,59 @@
+"""Documents of a text on this machine for EleutherAI's harness, which imports this file by its path.
+
+The text is what `tra prepare` takes for one: a WikiText file, .txt, .jsonl, also compressed. It is scored as it is, so
+that results can be held against `tra evaluate --text`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tra.text._formats import Piece
+from tra.text.sources import find_sources
+from tra.text.tokenizer import ByteTokenizer
+
+VARIABLE = "TRA_TEXT"
+
+
+def documents(path: str | None = None, **_others: Any) -> dict[str, Any]:
+    """The split `test`, of rows with a `text`.
+
+    Args:
+        path: The text, from --metadata '{"path": "wiki.test.raw"}'; else the environment variable TRA_TEXT names it.
+    """
+    from datasets import Dataset
+
+    path = path or os.environ.get(VARIABLE)
+    if not path:
+        raise ValueError(f"name the text: in the environment variable {VARIABLE}, or as --metadata '{{\"path\": …}}'")
+    return {"test": Dataset.from_list([{"text": text} for text in read_documents(path)])}
+
+
+def read_documents(path: str) -> list[str]:
+    """Whole documents, in order. Of a folder with splits, those of its test split."""
+    splits = find_sources([path])
+    found = splits.get("") or splits.get("test")
+    if found is None:
+        raise ValueError(f"{path} has no test split: it has {', '.join(splits)}")
+    texts: list[str] = []
+    for source in found:
+        for part in source.parts(ByteTokenizer(), lambda _count: None):
+            if not isinstance(part, Piece):
+                raise ValueError(f"{path} is a token stream; the harness needs text")
+            if part.begins:
+                texts.append(part.text)
+            else:
+                texts[-1] += part.text
+    return texts
+
+
+def process_results(doc: dict[str, str], results: list[float]) -> dict[str, tuple[float, int]]:
+    """Log-likelihoods with what they are divided by: words between white space, and bytes of UTF-8."""
+    (log_likelihood,) = results
+    words, size = len(doc["text"].split()), len(doc["text"].encode())
+    return {
+        "word_perplexity": (log_likelihood, words),
+        "byte_perplexity": (log_likelihood, size),
+        "bits_per_byte": (log_likelihood, size),
+    }

@@ -1,0 +1,10 @@
+"""Leads from a saved model to the package that it needs."""
+
+try:
+    from tra.hub import TRAConfig, TRAForCausalLM, TRAModel
+except ImportError as error:
+    raise ImportError(
+        f"this model needs the package threshold-relative-attention, with its extra hub ({error})"
+    ) from None
+
+__all__ = ["TRAConfig", "TRAForCausalLM", "TRAModel"]
