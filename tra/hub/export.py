@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from tra.checkpoint import folder_beside
 from tra.hub._card import model_card
 from tra.hub._tokenizer import run_tokenizer
 from tra.hub.model import TRAForCausalLM
@@ -63,7 +62,7 @@ def export_run(
         **special, suppress_tokens=beyond or None, use_cache=model.config.use_cache
     )
     try:
-        with _temporary(target) as temporary, _quiet():
+        with folder_beside(target, "exporting", "written") as temporary, _quiet():
             made = temporary / "made"
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
@@ -107,28 +106,6 @@ def _prompt(task: Task) -> str:
         return "Alice was"
     batch = task.sample(task.splits[0], 1, generator(0, "prompt"))
     return task.render(batch.tokens[0, : int(batch.loss_mask[0].int().argmax()) + 1])
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """A folder beside the target, locked. What a killed export left there is removed first."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.exporting")
-    place.mkdir(exist_ok=True)
-    lock = os.open(place, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another process") from None
-        try:
-            for path in list(place.iterdir()):
-                shutil.rmtree(path)
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 @contextlib.contextmanager

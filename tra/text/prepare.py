@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tra.checkpoint import folder_beside
 from tra.text._workers import WorkerError, encode_all
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter
@@ -62,7 +61,7 @@ def prepare(
         jobs = _cores() if text >= SMALL else 1
     manifests: dict[str, dict[str, Any]] = {}
     try:
-        with _temporary(target) as temporary:
+        with folder_beside(target, "preparing", "prepared") as temporary:
             for name, found in splits.items():
                 place = temporary / "store" / ("train" if hold_out else name)
                 place.parent.mkdir(exist_ok=True)
@@ -144,28 +143,6 @@ def _more_than_stores(folder: Path) -> str | None:
             if file.name not in FILES:
                 return file.name
     return None
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """A folder beside the target, locked. What a killed preparation left there is removed first."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.preparing")
-    place.mkdir(exist_ok=True)
-    lock = os.open(place, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being prepared by another process") from None
-        try:
-            for path in list(place.iterdir()):
-                shutil.rmtree(path)
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def _replace(folder: Path, temporary: Path) -> None:
