@@ -55,7 +55,7 @@ def test_a_cache_is_for_those_who_can_use_it() -> None:
         ({"num_hidden_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"block": "post"}, "block must be one of 'pre', 'authors', got 'post'"),
         ({"tra_format": 2}, "the config has format 2, this tra reads up to 1: update tra"),
-        ({"tra_format": "x", "mechanism": "of tomorrow"}, "the config has format 'x'"),
+        ({"tra_format": "x", "mechanism": "of tomorrow"}, "tra_format must be a number, got 'x'"),
     ],
 )
 def test_bad_values_get_one_clear_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[tuple[str, ...], str]]:
         "other config": (("other", "out"), "doesn't fit other/config.json"),
         "unknown tokenizer": (("tokenizer", "out"), "unknown tokenizer 'gpt3'"),
         "no tokenizer": (("gpt2", "out", "--tokenizer-files", "taken"), "taken holds no GPT-2 tokenizer"),
-        "there already": (("good", "taken"), "taken exists already: use --overwrite"),
+        "taken": (("good", "taken"), "taken is not an exported model, so it is not overwritten"),
         "not ours": (("good", "taken", "--overwrite"), "taken is not an exported model, so it is not overwritten"),
         "the run itself": (("good", "good", "--overwrite"), "good is not an exported model"),
         "no folder": (("good",), "Missing from tra export"),

@@ -189,7 +189,7 @@ def test_weights_start_as_a_decoder_s(mechanism: str, source: str, tmp_path: Pat
     if source == "from_config":
         model = AutoModelForCausalLM.from_config(wanted)
     else:
-        TRAForCausalLM(wanted).save_pretrained(tmp_path)
+        wanted.save_pretrained(tmp_path)
         save_file({kept: torch.full((64,), 1.5)}, tmp_path / "model.safetensors", {"format": "pt"})
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert model.get_parameter(kept).tolist() == [1.5] * 64
@@ -222,6 +222,7 @@ def test_only_what_is_missing_starts_anew(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     missing = {name for name in tensors if name.endswith("gate.bias")}
     save_file({n: t for n, t in tensors.items() if n not in missing}, tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(tmp_path)  # which knows of no digests
     for name, parameter in TRAForCausalLM.from_pretrained(tmp_path).named_parameters():
         assert set(parameter.detach().flatten().tolist()) == {2.5 if name in missing else 0.75}
 
@@ -279,6 +280,13 @@ def test_bad_calls_get_one_clear_line(arguments: dict[str, Any], message: str) -
     with pytest.raises(ValueError, match=message) as found:
         language_model().float()(**arguments)
     assert "\n" not in str(found.value)
+
+
+def test_what_any_model_is_handed_is_no_mistake() -> None:
+    """`generate` hands on the tokenizer of stop_strings, tokenizers their token types."""
+    model, ids = language_model().float(), tokens(1, 4)
+    others = {"tokenizer": object(), "token_type_ids": torch.zeros_like(ids), "cache_position": torch.arange(4)}
+    assert torch.equal(model(ids, labels=ids, **others).loss, model(ids, labels=ids).loss)
 
 
 def test_an_lstm_has_no_map() -> None:

@@ -26,7 +26,7 @@ def adapt(
         raise ValueError(f"past_key_values must be a Cache of transformers, got a {type(cache).__name__}")
     if kind.caches_more:
         raise ValueError(
-            f"{mechanism} keeps more than keys and values, which caches of transformers can't: generate with "
+            f"{mechanism} keeps more than keys and values, which caches of transformers can't hold: generate with "
             "use_cache=False"
         )
     if not is_static(cache):

@@ -38,18 +38,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
 inputs = tokenizer("{example}", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new})[0]))
 ```
 """
 
 
-def model_card(run: RunFolder, name: str, parameters: int, example: str) -> str:
+def model_card(run: RunFolder, name: str, parameters: int, example: str, new: int) -> str:
     """Markdown with a YAML header.
 
     Args:
         name: Of the exported folder.
         parameters: How many the model has.
         example: A prompt.
+        new: Tokens that answer it.
     """
     config = run.config()
     model = config.model
@@ -60,7 +61,7 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str) -> str:
         f"{model.d_model}, {parameters:,} parameters. Trained on {_learnt(config)}: {config.train.steps:,} steps of "
         f"{config.train.batch_size} sequences, seed {config.train.seed}.\n",
         *_results(run),
-        LOAD.format(folder=name, example=example),
+        LOAD.format(folder=name, example=example, new=new),
         *_origin(run),
     ]
     return "\n".join(parts)

@@ -69,7 +69,9 @@ class TRAConfig(PreTrainedConfig):
     tra_format: int = FORMAT
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if not isinstance(self.tra_format, int) or self.tra_format > FORMAT:
+        if not isinstance(self.tra_format, int):
+            raise ValueError(f"tra_format must be a number, got {self.tra_format!r}: the config is damaged")
+        if self.tra_format > FORMAT:
             raise ValueError(
                 f"the config has format {self.tra_format!r}, this tra reads up to {FORMAT}: update tra to use it"
             )

@@ -66,7 +66,7 @@ def export_run(
             made = temporary / "made"
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
-            (made / "README.md").write_text(model_card(run, target.name, model.num_parameters(), _prompt(task)))
+            (made / "README.md").write_text(model_card(run, target.name, model.num_parameters(), *_prompt(task)))
             _flush(made)
             _check_target(target, overwrite)  # it may have come since
             if target.exists():
@@ -86,8 +86,6 @@ def export_run(
 def _check_target(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not overwrite:
-        raise ValueError(f"{folder} exists already: use --overwrite to replace it")
     try:
         is_ours = (
             json.loads((folder / "config.json").read_text())["model_type"] == TRAForCausalLM.config_class.model_type
@@ -98,14 +96,18 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"{folder} is not an exported model, so it is not overwritten")
     if others := [path.name for path in sorted(folder.iterdir()) if not FILES.fullmatch(path.name)]:
         raise ValueError(f"{folder} is not only an exported model ({others[0]} is in it), so it is not overwritten")
+    if not overwrite:
+        raise ValueError(f"{folder} exists already: use --overwrite to replace it")
 
 
-def _prompt(task: Task) -> str:
-    """Something to continue: up to the first place at which an answer is due."""
+def _prompt(task: Task) -> tuple[str, int]:
+    """Something to continue, up to the first place at which an answer is due, and how many tokens that has."""
     if isinstance(task, Text):
-        return "Alice was"
+        return "Alice was", 16
     batch = task.sample(task.splits[0], 1, generator(0, "prompt"))
-    return task.render(batch.tokens[0, : int(batch.loss_mask[0].int().argmax()) + 1])
+    due = batch.loss_mask[0].int()
+    first = int(due.argmax())
+    return task.render(batch.tokens[0, : first + 1]), int(due[first:].cumprod(0).sum())
 
 
 @contextlib.contextmanager

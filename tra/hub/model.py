@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +19,7 @@ from transformers.utils.generic import can_return_tuple
 
 from tra.attention import Mechanism
 from tra.attention._gate import ForgetGate
+from tra.checkpoint import write_atomically
 from tra.hub._cache import adapt, real_keys
 from tra.hub.config import TRAConfig
 from tra.model import Decoder
@@ -25,6 +28,10 @@ LONGEST_MAP = 4096
 """Tokens up to which attention maps, `[B, H, T, T]` per layer, are given."""
 
 LOSS_ARGUMENTS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+IGNORED = {"cache_position", "token_type_ids", "tokenizer"}
+"""What `generate` and tokenizers hand on to any model, and says nothing to this one."""
+DIGESTS = "weights_sha256"
+"""Key of config.json: the digest of each file of weights beside it."""
 
 
 class TRAPreTrainedModel(PreTrainedModel):
@@ -53,9 +60,21 @@ class TRAPreTrainedModel(PreTrainedModel):
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
             _check_weights(Path(pretrained_model_name_or_path) / kwargs.get("subfolder", ""))
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, use_safetensors=True, **kwargs)
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, use_safetensors=True, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"the weights in {pretrained_model_name_or_path} can't be read: {error}") from None
+        config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
+        vars(config).pop(DIGESTS, None)  # they are the files', not the model's
+        return loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """See transformers. config.json also tells the digests of the weights, by which damage shows later."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        folder, file = Path(save_directory), Path(save_directory) / "config.json"
+        if file.is_file():
+            digests = {path.name: _digest(path) for path in sorted(folder.glob("model*.safetensors"))}
+            written = json.loads(file.read_text()) | {DIGESTS: digests}
+            write_atomically(file, json.dumps(written, indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -238,7 +257,8 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
         if labels is not None:
             if kwargs.get("shift_labels") is None and labels.shape != logits.shape[:-1]:
                 raise ValueError(f"labels must be {tuple(logits.shape[:-1])}, as the logits, got {tuple(labels.shape)}")
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            options = {name: value for name, value in kwargs.items() if name in LOSS_ARGUMENTS}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -274,16 +294,31 @@ def _check_map(tokens: int, cache: Cache | None) -> None:
 
 
 def _check_others(kwargs: dict[str, Any]) -> None:
-    others = [name for name, value in kwargs.items() if value is not None and name not in LOSS_ARGUMENTS]
+    others = [name for name, value in kwargs.items() if value is not None and name not in LOSS_ARGUMENTS | IGNORED]
     if "position_ids" in others:
         raise ValueError("position_ids can't be given: places count the real tokens of attention_mask")
     if others:
         raise ValueError(f"unexpected arguments: {', '.join(others)}")
 
 
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def _check_weights(folder: Path) -> None:
-    """A folder without weights, or with pickles alone, is told as such."""
-    if not folder.is_dir() or any(folder.glob("model*.safetensors")):
+    """A folder without weights, with pickles alone, or with other weights than were saved, is told as such."""
+    if not folder.is_dir():
+        return
+    if any(folder.glob("model*.safetensors")):
+        try:
+            digests = json.loads((folder / "config.json").read_text()).get(DIGESTS) or {}
+        except (OSError, ValueError, AttributeError):
+            return  # transformers says what is wrong with it
+        for name, digest in digests.items():
+            file = folder / name
+            if file.is_file() and _digest(file) != digest:
+                raise ValueError(f"{file} is damaged or exchanged: its contents don't match {DIGESTS} in config.json")
         return
     pickles = sorted(path.name for ending in ("bin", "pt", "pth", "pkl") for path in folder.glob(f"*.{ending}"))
     if pickles:

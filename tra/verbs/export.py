@@ -34,6 +34,7 @@ def export(
 
     model = export_run(opened, folder, overwrite=overwrite, tokenizer_files=tokenizer_files)
     print(
-        f"{folder}: {model.num_parameters():,} parameters (next: AutoModelForCausalLM.from_pretrained({str(folder)!r}))"
+        f"{folder}: {model.num_parameters():,} parameters "
+        f"(next: import tra.hub; AutoModelForCausalLM.from_pretrained({str(folder)!r}))"
     )
     return 0
