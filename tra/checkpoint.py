@@ -6,14 +6,11 @@ flushed to the disk, and then moved there, so a kill at any moment leaves the on
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,33 +51,6 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-@contextlib.contextmanager
-def folder_beside(folder: Path, doing: str, done: str) -> Iterator[Path]:
-    """A locked folder beside the target to make it in. What a kill left there is removed first, the rest at the end.
-
-    Args:
-        doing: As in "preparing": how the folder's name ends.
-        done: As in "prepared": what whoever comes second is told.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.{doing}")
-    place.mkdir(exist_ok=True)
-    lock = os.open(place, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being {done} by another process") from None
-        try:
-            for path in list(place.iterdir()):
-                shutil.rmtree(path)
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

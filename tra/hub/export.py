@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from tra.checkpoint import folder_beside
+from tra.folders import folder_beside
 from tra.hub._card import model_card
 from tra.hub._tokenizer import run_tokenizer
 from tra.hub.model import TRAForCausalLM
