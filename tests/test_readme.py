@@ -97,6 +97,25 @@ def test_its_training_steps_are_those_of_the_log() -> None:
     assert f"{medium['tra']} ms and {medium['rope']} ms" in README
 
 
+def test_its_tasks_are_those_of_the_logs() -> None:
+    def line(label: str, run: str, splits: tuple[str, ...]) -> str:
+        found = {row["split"]: row["exact"] for row in read_rows(ROOT / "results/lengths" / run / "eval.jsonl")}
+        return f"| {label} | " + " | ".join(f"{found[split]:.3f}" for split in splits) + " |"
+
+    lengths, longer = (
+        ("iid", "51-100", "201-250", "8x", "16x", "64x"),
+        ("iid", "51-100", "101-200", "201-300", "401-500"),
+    )
+    assert line("copy, TRA", "copy/tra", lengths) in README
+    assert line("induct, TRA", "induct/tra", lengths) in README
+    assert line("induct, RoPE", "induct/rope", lengths) in README
+    assert line("TRA", "instruct/tra", longer) in README
+    assert line("RoPE", "instruct/rope", longer) in README
+    one, two, four = json.loads((ROOT / "results/bench/cells.json").read_text())["rows"]
+    assert f"did {one['cells_per_hour']:.0f} mini cells" in README
+    assert f"{two['cells_per_hour']:.0f} with `--jobs 2` and {four['cells_per_hour']:.0f} with `--jobs 4`" in README
+
+
 def test_its_language_models_are_those_of_the_logs() -> None:
     for name, label in (("tra", "TRA"), ("forgetting", "FoT"), ("cope", "CoPE"), ("rope", "RoPE")):
         rows = read_rows(ROOT / "results/language" / name / "perplexity.jsonl")

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from PIL import Image
 
 from tra.attention import MECHANISMS
-from tra.report._style import COLOURS, NAMES, grouped, look
+from tra.report._style import COLOURS, NAMES, grouped, length_ticks, look
 from tra.report.figures import figures, links, write_figures
 from tra.report.heads import head_grids, kept_curves
 from tra.report.lengths import Curve, exact_curves, failure_curves
@@ -134,3 +135,11 @@ def test_mechanisms_can_be_told_apart_in_grey() -> None:
         assert len({str(look(name)["linestyle"]) for name in group}) == len(group)
         assert len({look(name)["marker"] for name in group}) == len(group)
     assert grouped(["rope", "tra"]) == [["rope", "tra"]]
+
+
+def test_lengths_that_stand_close_share_a_number() -> None:
+    axes = plt.figure().subplots()
+    length_ticks(axes, [50, 100, 150, 200, 250, 300, 400, 800, 3200])
+    assert "|".join(label.get_text() for label in axes.get_xticklabels()) == "50|100|150|200||300|400|800|3,200"
+    length_ticks(axes, [512, 1024, 2048, 32_768])
+    assert "|".join(label.get_text() for label in axes.get_xticklabels()) == "512|1k|2k|32k"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,13 @@ def grouped(mechanisms: Sequence[str]) -> list[list[str]]:
 
 
 def length_ticks(axes: Any, lengths: Sequence[int]) -> None:
-    """A logarithmic axis with the lengths that were measured on it."""
+    """A logarithmic axis with a tick for each length that was measured, and numbers as far as they have room."""
     axes.set_xscale("log")
-    axes.set_xticks(list(lengths), [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else f"{n:,}" for n in lengths])
+    numbers, room = [], 0.06 * math.log(max(lengths) / min(lengths))
+    last = -math.inf
+    for length in sorted(lengths):
+        shown = math.log(length) - last >= room
+        last = math.log(length) if shown else last
+        numbers.append("" if not shown else f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}")
+    axes.set_xticks(sorted(lengths), numbers)
     axes.minorticks_off()
