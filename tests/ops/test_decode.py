@@ -30,6 +30,12 @@ pytestmark = pytest.mark.filterwarnings(  # of the interpreter
 ALL_BOUNDS = pytest.mark.parametrize("score_bound", [None, 32.0], ids=["full", "early"])
 
 
+SHIPPED = {
+    name: getattr(decode, name)
+    for name in ("PIECE", "FEW_KEYS", "LATER_PIECE", "GROWTH", "FIRST_PIECES", "ALONE", "ALONE_FULL")
+}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Iterator[None]:
     """Phases that end at 128, 512 and 2048 keys, the first in pieces of 32, and a stop at any length."""
@@ -37,6 +43,8 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(fused, "EARLY_ABOVE", 0)
         patch.setattr(decode, "PIECE", 32)
         patch.setattr(decode, "FEW_KEYS", 0)
+        patch.setattr(decode, "ALONE", 0)
+        patch.setattr(decode, "ALONE_FULL", 0)
         patch.setattr(decode, "LATER_PIECE", 64)
         patch.setattr(decode, "GROWTH", 4)
         patch.setattr(decode, "FIRST_PIECES", 4)
@@ -145,7 +153,8 @@ def test_packed_sequences() -> None:
     for begin, end, first, last in ((0, 1, 0, 5), (1, 3, 5, 107), (3, 5, 107, 300)):
         seen[..., begin:end, first:last] = causal(end - begin, last - first)
     plainly = compare.plain(*(x.transpose(0, 1)[None] for x in inputs), seen.to(DEVICE))[0].transpose(0, 1)
-    assert compare._rms(out.double() - right) <= 2 * compare._rms(plainly.double() - right)
+    least = torch.finfo(torch.float32).eps * compare._rms(inputs.value.double())
+    assert compare._rms(out.double() - right) <= max(2 * compare._rms(plainly.double() - right), least)
 
 
 @pytest.mark.parametrize("threshold", [-0.7, 0.3, 0.75, -0.75, math.inf, -math.inf])
@@ -172,6 +181,67 @@ def test_a_steep_gate_with_dropped_keys_nearby(dtype: torch.dtype) -> None:
     key[:, :, 40:] = 0.0
     inputs = Inputs(query, key, value, torch.full_like(log_forget, -1000.0))
     check(inputs, causal(1, 300), score_bound=32.0)
+
+
+LARGEST = math.log(2.0**-24 / torch.finfo(torch.float32).tiny) / 2
+"""The largest bound at which weights need no running reference: exp(-2 bound), and 2⁻²⁴ of it, is a normal number."""
+
+
+def test_whose_reference_is_fixed() -> None:
+    layers = [math.sqrt(width) * (1 + 2.0**-7) for width in (16, 64, 128, 256)]
+    for dtype in (torch.bfloat16, torch.float32):
+        assert all(decode._fixed(dtype, bound) for bound in (0.0, *layers, LARGEST * (1 - 1e-9)))
+        assert not any(decode._fixed(dtype, bound) for bound in (None, LARGEST * (1 + 1e-9), 1e30))
+        assert torch.finfo(dtype).tiny == torch.finfo(torch.float32).tiny
+    assert not any(decode._fixed(torch.float16, bound) for bound in (None, 0.0, 1.0, 8.0))
+
+
+def at_the_bound(bound: float, gate: float, n_keys: int = 300) -> Inputs:
+    """Keys that are the query or its opposite, so that scores are `bound` or its negative; the newest are weak."""
+    signs = torch.randint(2, (1, 1, n_keys, 1), generator=torch.Generator().manual_seed(n_keys)) * 2.0 - 1
+    signs[:, :, -40:] = -1.0
+    query = torch.ones(1, 1, 1, 16) * bound / 4
+    value = torch.randn(1, 1, n_keys, 16, generator=torch.Generator().manual_seed(3))
+    key = signs * torch.ones(16)
+    return Inputs(*(x.to(DEVICE) for x in (query, key, value, torch.full((1, 1, 1), gate))))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 2.0**-24])
+@pytest.mark.parametrize("gate", [-300.0, -2.5, -0.7, -1e-3, 0.0])
+@pytest.mark.parametrize("bound", [8.0, LARGEST * (1 - 1e-6), LARGEST * (1 + 1e-6), 60.0])
+def test_scores_at_the_bound(bound: float, gate: float, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kept key is as weak as can be, and older ones as strong: nothing may vanish that counts."""
+    inputs = at_the_bound(bound, gate)
+    options = {"threshold": -math.inf, "score_bound": bound, "tolerance": tolerance}
+    check(inputs, causal(1, 300), {"threshold": -math.inf}, **options)
+    _, found = pieces_of(inputs, monkeypatch, **options)
+    read = found[0, found[0, :, 2] > 0]
+    assert read[:, 1].all()
+    assert bool((read[:, 0] == gate).all()) == (bound < LARGEST)
+
+
+@DTYPES
+@ALL_BOUNDS
+def test_the_steepest_gate_there_is(score_bound: float | None, dtype: torch.dtype) -> None:
+    """Its multiples overflow, in powers of two it does so itself; the nearest kept key is alone."""
+    query, key, value, log_forget = inputs_here(2, batch=1, n_queries=1, n_keys=300, dtype=dtype)
+    inputs = Inputs(query, key, value, torch.full_like(log_forget, -3e38))
+    check(inputs, causal(1, 300), score_bound=score_bound)
+
+
+@pytest.mark.parametrize("gate", [-300.0, -0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_pieces_that_keep_nothing(gate: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of 0 says so, and nothing else does: not even a piece whose only key is as weak as can be."""
+    bound = 8.0 if dtype == torch.float16 else LARGEST * (1 - 1e-6)
+    query, key, value, log_forget = at_the_bound(bound, gate)
+    inputs = Inputs(query.to(dtype), -key.abs().to(dtype), value.to(dtype), log_forget)
+    mask = (torch.arange(300, device=DEVICE) % 64 == 5)[None]
+    options = {"threshold": -math.inf, "score_bound": bound, "tolerance": 0.0, "key_mask": mask}
+    check(inputs, causal(1, 300) & mask[:, None, None].cpu(), {"threshold": -math.inf}, **options)
+    _, found = pieces_of(inputs, monkeypatch, **options)
+    assert torch.equal(found[..., 1] == 0, found[..., 2] == 0)
+    assert {0.0, 1.0} == set(found[..., 2].flatten().tolist())
 
 
 @ALL_BOUNDS
@@ -259,6 +329,32 @@ def test_phases_cover_the_keys(n_blocks: int, heads: int, early: bool) -> None:
     assert sum(phase.pieces for phase in plan) <= 1024
     if not early:
         assert len(plan) == 1
+
+
+def test_plans_of_short_and_long_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the constants as shipped: a processor's worth of heads, few heads, and long full walks."""
+    for name, value in SHIPPED.items():
+        monkeypatch.setattr(decode, name, value)
+
+    def pieces(n_keys: int, heads: int, early: bool, piece: int | None = None) -> list[int]:
+        return [phase.pieces for phase in decode.phases(-(-n_keys // 64), heads, 64, 132, early, piece)]
+
+    assert pieces(2048, 132, True) == pieces(1024, 132, False) == [1]
+    assert len(pieces(2048 + 64, 132, True)) == 2
+    assert pieces(1024 + 64, 132, False) != [1]
+    assert len(pieces(2048, 131, True)) == 2
+    assert pieces(1024, 131, False) != [1]
+    for early in (False, True):
+        assert pieces(1024, 8, early) == [16]
+        assert pieces(1, 8, early) == [1]
+        assert pieces(64 * 132, 1, early) == [128]
+        assert pieces(1024, 8, early, 256)[0] == 4
+        assert pieces(1024, 132, early, 256)[0] > 1
+    assert pieces(1024 + 64, 8, False) == [9]
+    assert pieces(2**20, 8, False) == [50]
+    assert pieces(50 * 2048, 8, False) == [50]
+    assert pieces(50 * 2048 - 64, 8, False) == [128]
+    assert pieces(65536, 1000, False) == [1]
 
 
 def test_short_caches_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,8 +492,11 @@ def test_a_null_row_reads_on() -> None:
 @pytest.mark.parametrize("content", ["dense", "sparse", "null rows", "far and strong"])
 @pytest.mark.parametrize("gate", [-20.0, -3.0, -0.69, -0.13, -0.018, -1e-6, 0.0])
 @pytest.mark.parametrize("tolerance", [2.0**-24, 1e-2])
-def test_dropped_weight_is_within_tolerance(content: str, gate: float, tolerance: float) -> None:
+def test_dropped_weight_is_within_tolerance(
+    content: str, gate: float, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unit vectors as values: the output is the weights, up to what was left out, by which the others are larger."""
+    monkeypatch.setattr(decode, "_processors", lambda _: 4)  # fewer than blocks, which come in phases then
     length = 256
     query, key = (x.to(DEVICE) for x in compare.contents(content, 1, length, heads=1, kept=0.05))
     query = query[:, :, -4:]
@@ -431,7 +530,8 @@ def test_nan_shows() -> None:
         assert not out[1, 0].isnan().any()
     lame = clean._replace(key=clean.key.clone())
     lame.key[1, 1, 3] = torch.nan
-    assert attend(lame)[1, 1].isnan().all()
+    for options in ({}, {"score_bound": 32.0, "tolerance": 0.0}):
+        assert attend(lame, **options)[1, 1].isnan().all()
 
 
 @DTYPES

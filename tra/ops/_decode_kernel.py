@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tra.ops._kernels import FAR, LOG2_E, _log, _power, _slopes
 
@@ -30,32 +31,39 @@ def _load_keys(p, start, m_k, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 
 @triton.jit
 def _decode_block(
-    b_q, b_o, b_total, b_ref, b_count, b_slope, b_first, b_last, triangle, p_k, p_v, p_mask, j, oldest, newest,
+    b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask, j, oldest, newest,
     stride_k, stride_v, stride_m, score_scale, cut,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    FIXED: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the walk: key block j. Nothing is read of keys that no query sees."""
+    """One step of the walk: key block j. Nothing is read of keys that no query sees.
+
+    Keys lie across warps, so a sum over them waits for all warps, and a small product doesn't. `b_counts` has the count
+    of newer blocks, less one, in each of its rows; `b_totals` has sums of weights that add up to a row's over keys.
+    """
     o_k = j * BN + tl.arange(0, BN)
     m_k = (o_k >= oldest) & (o_k <= newest)
     if MASKED:
         m_k = m_k & (tl.load(p_mask + o_k.to(tl.int64) * stride_m, mask=m_k, other=0) != 0)
     b_k = _load_keys(p_k, j * BN, m_k, stride_k, D, BD, BN)
+    b_v = _load_keys(p_v, j * BN, m_k, stride_v, DV, BDV, BN)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BD] @ [BD, BM] -> [BN, BM]
     m_seen = m_k[:, None] & (o_k[:, None] >= b_first[None, :]) & (o_k[:, None] <= b_last[None, :])
-    b_one = tl.where((b_s <= cut) | ~m_seen, 0.0, 1.0)  # a NaN is kept, so that it shows
-    b_n = tl.dot(triangle, b_one.to(tl.float16))  # [BN, BN] @ [BN, BM] -> [BN, BM]: kept keys from j to the block's end
-    b_x = b_s * score_scale + (b_slope[None, :] * b_n + (b_slope * b_count)[None, :])
-    b_x = tl.where(b_one > 0.0, b_x, float("-inf"))
-    b_new = tl.maximum(b_ref, tl.max(b_x, 0))
-    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_shrink = _power(b_ref - b_safe, EXACT)
-    b_v = _load_keys(p_v, j * BN, m_k, stride_v, DV, BDV, BN)
-    b_p = _power(b_x - b_safe[None, :], EXACT).to(b_v.dtype)
-    b_total = b_total * b_shrink + tl.sum(b_p.to(tl.float32), 0)  # of the weights as rounded as they meet the values
-    b_o = tl.dot(tl.trans(b_v), b_p, b_o * b_shrink[None, :], input_precision=PRECISION)  # [BDV, BN] @ [BN, BM]
-    b_count += tl.max(b_n, 0)  # the count of the block's first key is the block's
-    return b_o, b_total, b_new, b_count
+    m_kept = ~(b_s <= cut) & m_seen  # a NaN is kept, so that it shows
+    b_one = m_kept.to(tl.float16)
+    b_n = tl.dot(triangle, b_one, b_counts)  # [BN, BN] @ [BN, BM] -> [BN, BM]: kept keys from j on, less one
+    b_counts = tl.dot(ones, b_one, b_counts)
+    b_x = tl.where(m_kept, b_s * score_scale + b_slope[None, :] * b_n, float("-inf"))
+    if not FIXED:
+        b_new = tl.maximum(b_ref, tl.max(b_x, 0))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = _power(b_ref - b_safe, EXACT)[None, :]
+        b_x -= b_safe[None, :]
+        b_totals, b_o, b_ref = b_totals * b_shrink, b_o * b_shrink, b_new
+    b_p = _power(b_x, EXACT).to(b_v.dtype)
+    b_totals += b_p.to(tl.float32)  # of the weights as rounded as they meet the values
+    b_o = tl.dot(tl.trans(b_v), b_p, b_o, input_precision=PRECISION)  # [BDV, BN] @ [BN, BM] -> [BDV, BM]
+    return b_o, b_totals, b_ref, b_counts
 
 
 @triton.jit
@@ -121,7 +129,7 @@ def decode_kernel(
     n_queries, n_keys, kv_heads, group, score_scale, cut, bound, log_tolerance, start, span, least, before, pieces,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
-    EXACT: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    FIXED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All queries of a key head walk one piece of its keys, from right to left.
 
@@ -129,7 +137,10 @@ def decode_kernel(
     along axis 1, each of `least` blocks or more. Leaves, per row: PARTS, the sum of values; STATS, four planes: the
     reference and the sum of the weights, the keys kept, and whether all that is older provably doesn't count. LATER:
     there are `before` pieces of former phases to ask; ALONE: this is the only piece, so what it leaves is the output.
+    FIXED: the reference is a row's slope, and doesn't run. PDL: a launch may begin before the one before has ended.
     """
+    if PDL and LATER:
+        gdc_wait()
     i_bk, i_piece = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
     n_rows = group * n_queries
@@ -146,7 +157,8 @@ def decode_kernel(
     b_first = tl.where(m_sees, b_first, FAR)  # rows that see nothing hold nobody up
     b_last = tl.where(m_sees, b_last, -1)
     oldest, newest = tl.min(b_first), tl.max(b_last)
-    b_slope = _slopes(FORGET + i_b * stride_fb + o_h * stride_fh + o_t * stride_f, m_m, True, EXACT, 0.0)
+    p_forget = FORGET + i_b * stride_fb + o_h * stride_fh + o_t * stride_f
+    b_slope = _slopes(p_forget, m_m, False, EXACT, 1e30)  # powers of it stay finite
 
     high = (newest + BN) // BN - 1 - start
     low = tl.maximum(oldest // BN, high - span + 1)
@@ -154,9 +166,10 @@ def decode_kernel(
     j = high - i_piece * each
     low = tl.maximum(low, j - each + 1)
 
-    b_ref = tl.full([BM], float("-inf"), tl.float32)
+    b_known = tl.full([BM], float("-inf"), tl.float32)
     b_total, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    b_known, b_geometric, top = b_ref, b_slope, (j + 1) * BN
+    b_ref = b_total if FIXED else b_known  # less the slope, as counts are less one
+    b_geometric, top = b_slope, (j + 1) * BN
     steps, stopped = j * 0 + FAR, j * 0.0
     o_stats = i_bk.to(tl.int64) * pieces * n_rows
     if LATER:
@@ -181,28 +194,33 @@ def decode_kernel(
     p_mask = MASK + i_b * stride_mb if MASKED else MASK
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] <= o_n[None, :]).to(tl.float16)
+    ones = tl.full([BN, BN], 1.0, tl.float16)
+    b_counts, b_totals = tl.full([BN, BM], -1.0, tl.float32), tl.zeros([BN, BM], tl.float32)
     b_o = tl.zeros([BDV, BM], tl.float32)
     walks = j >= low
     while j >= low:
         now = tl.minimum(steps, j - low + 1)
         for step in range(now):
-            b_o, b_total, b_ref, b_count = _decode_block(
-                b_q, b_o, b_total, b_ref, b_count, b_slope, b_first, b_last, triangle, p_k, p_v, p_mask, j - step,
-                oldest, newest, stride_k, stride_v, stride_m, score_scale, cut,
-                D, DV, BD, BDV, BN, MASKED, EXACT, PRECISION,
+            b_o, b_totals, b_ref, b_counts = _decode_block(
+                b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask,
+                j - step, oldest, newest, stride_k, stride_v, stride_m, score_scale, cut,
+                D, DV, BD, BDV, BN, MASKED, FIXED, EXACT, PRECISION,
             )  # fmt: skip
         j -= now
+        b_total, b_count = tl.sum(b_totals, 0), tl.max(b_counts, 0) + 1.0
         if EARLY:
             walked = (top - (j + 1) * BN).to(tl.float32)
             more = _keys_to_go(
-                b_ref, b_total, b_known, b_count, b_slope, b_geometric, b_first, (j + 1) * BN, walked, bound,
-                log_tolerance, BN, EXACT,
+                b_ref + b_slope, b_total, b_known, b_count, b_slope, b_geometric, b_first, (j + 1) * BN, walked,
+                bound, log_tolerance, BN, EXACT,
             )  # fmt: skip
             steps = (more * (1.0 / BN)).to(tl.int32) + 1
             if more == 0.0:
                 low = j + 1
                 stopped = stopped * 0.0 + 1.0
 
+    if PDL:
+        gdc_launch_dependents()
     o_dv = tl.arange(0, BDV)
     m_o = (o_dv < DV)[:, None] & m_m[None, :]
     if ALONE:
@@ -212,7 +230,7 @@ def decode_kernel(
     else:
         o_row = o_stats + (before + i_piece) * n_rows + o_m
         tl.store(PARTS + (o_row * DV)[None, :] + o_dv[:, None], b_o, mask=m_o & walks)
-        tl.store(STATS + o_row, b_ref, mask=m_m)
+        tl.store(STATS + o_row, b_ref + b_slope, mask=m_m)
         tl.store(STATS + stride_s + o_row, b_total, mask=m_m)
         tl.store(STATS + 2 * stride_s + o_row, b_count, mask=m_m)
         tl.store(STATS + 3 * stride_s + o_row, b_count * 0.0 + stopped, mask=m_m)
@@ -222,17 +240,20 @@ def decode_kernel(
 def merge_kernel(
     FORGET, PARTS, STATS, OUT, stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_s,
     n_queries, heads, group, pieces,
-    DV: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr, EXACT: tl.constexpr,
+    DV: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query takes its pieces together, in BDV of its columns: the logits of each move by what newer ones count.
 
     What is older than a piece that stopped doesn't exist; a piece that kept nothing isn't read.
     """
+    if PDL:
+        gdc_wait()
     i_bh, i_t = (tl.program_id(0) // n_queries).to(tl.int64), (tl.program_id(0) % n_queries).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
     slope = tl.load(FORGET + i_b * stride_fb + i_h * stride_fh + i_t * stride_f)
     if not EXACT:
         slope *= LOG2_E
+    slope = tl.maximum(slope, -1e30)
     o_p = tl.arange(0, BP)
     m_p = o_p < pieces
     o_row = (i_bh // group * pieces + o_p) * group * n_queries + i_bh % group * n_queries + i_t

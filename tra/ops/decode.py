@@ -31,6 +31,11 @@ LEAST_LATER = 4
 """Pieces of a later phase, however many heads there are: one that hardly forgets shouldn't be a single walk."""
 FIRST_PIECES, MOST_PIECES = 16, 128
 """Of the first phase, and of any other, per key head: more would cost the merge more than they gain."""
+ALONE, ALONE_FULL = 2048, 1024
+"""Keys up to which one piece per head is enough, on walks that may stop and on full ones, if heads alone keep every
+processor busy: what is saved is the merge."""
+LONG_PIECE = 2048
+"""Keys from which on a piece of a full walk needs no others to even it out: three programs per processor, at once."""
 GROWTH = 4096
 """How many times the keys of former phases a phase ends at: two phases up to a million keys and more."""
 
@@ -48,6 +53,10 @@ NARROWEST = 64
 """Columns of queries and keys on a GPU, the rest zeros. Heads of 24, padded to 32, failed a test on an H200
 with Triton 3.6; why is not known, and whether 64 mends it has yet to be seen there."""
 INTERPRETED = (Forward(16, 32, 4, 1),)
+SPAN = 126 - 24
+"""Powers of two between a row's highest and lowest score up to which its reference needn't run: see `_fixed`."""
+DEPENDENT_LAUNCH = True
+"""From Hopper on a launch starts up while the one before ends, and waits on the device."""
 ASKED_AT_ONCE, MERGED_AT_ONCE = 2048, 8192
 """Numbers that fit a program's registers: former pieces times rows, and in the merge pieces times columns."""
 
@@ -67,17 +76,29 @@ def takes(query: Tensor, key: Tensor) -> bool:
     return n_queries <= MOST_QUERIES and n_queries * (heads // key.shape[1]) <= MOST_ROWS
 
 
-def phases(n_blocks: int, heads: int, block: int, processors: int, early: bool, piece: int) -> list[Phase]:
-    """How `n_blocks` blocks of `block` keys are cut into pieces of `piece` or more, for `heads` key heads in the batch.
+def phases(
+    n_blocks: int, heads: int, block: int, processors: int, early: bool, piece: int | None = None
+) -> list[Phase]:
+    """How `n_blocks` blocks of `block` keys are cut, for `heads` key heads in the batch.
+
+    With a `piece`, into pieces of that many keys or more, even where fewer launches would do.
 
     The first phase gives every processor two programs; later ones three, which it holds at once, as most of them leave;
-    full walks up to sixteen, which even out.
+    full walks up to sixteen, which even out, or three that are long.
     """
+    n_keys = n_blocks * block
+    if piece is None:
+        if heads >= processors and n_keys <= (ALONE if early else ALONE_FULL):
+            return [Phase(1, 0, n_blocks, n_blocks)]
+        if heads * n_blocks <= processors:  # all at once
+            return [Phase(min(MOST_PIECES, n_blocks), 0, n_blocks, 1)]
+        piece = PIECE // 2 if n_keys <= FEW_KEYS else PIECE
     shortest, later = max(1, piece // block), max(1, LATER_PIECE // block)
-    most = min(MOST_PIECES, -(-16 * processors // heads))
-    most_later = min(MOST_PIECES, max(LEAST_LATER, 3 * processors // heads))
     if not early:
-        return [Phase(min(most, -(-n_blocks // shortest)), 0, n_blocks, shortest)]
+        most, long = (min(MOST_PIECES, -(-each * processors // heads)) for each in (16, 3))
+        pieces = long if n_keys >= long * LONG_PIECE else min(most, -(-n_blocks // shortest))
+        return [Phase(pieces, 0, n_blocks, shortest)]
+    most_later = min(MOST_PIECES, max(LEAST_LATER, 3 * processors // heads))
     first = max(1, min(FIRST_PIECES, 2 * processors // heads))
     found = [Phase(min(first, -(-n_blocks // shortest)), 0, first * shortest, shortest)]
     start = first * shortest
@@ -127,17 +148,19 @@ def attend(
         "BDV": fused._padded(value_width),
         "RANGES": first is not None,
         "MASKED": mask is not None,
-        "EARLY": early,
+        "FIXED": _fixed(query.dtype, score_bound),
         "EXACT": exact,
         "PRECISION": "ieee",
     }
 
     def launch(tile: Forward) -> None:
         n_blocks = -(-n_keys // tile.keys)
-        usual = PIECE // 2 if n_keys <= FEW_KEYS else PIECE
-        plan = phases(n_blocks, batch * kv_heads, tile.keys, _processors(q.device), early, piece or usual)
+        plan = phases(n_blocks, batch * kv_heads, tile.keys, _processors(q.device), early, piece)
         pieces = sum(phase.pieces for phase in plan)
         alone = pieces == 1
+        asks = early and (alone or len(plan) > 1)  # pieces that are all walked at once gain nothing by stopping
+        dependent = not alone and _dependent(q.device)
+        follows: dict[str, bool] = {"launch_pdl": True} if dependent else {}
         block_rows = max(tile.rows, fused._padded(rows))
         parts, stats = out, out  # not used
         if not alone:
@@ -150,7 +173,7 @@ def attend(
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(),
                 *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
                 n_queries, n_keys, kv_heads, group, *numbers, *phase[1:], before, pieces,
-                **options, LATER=before > 0, ALONE=alone,
+                **options, EARLY=asks, LATER=before > 0, ALONE=alone, PDL=dependent, **(follows if before else {}),
                 CHUNK=max(16, min(ASKED_AT_ONCE // block_rows, _power_of_two(before))),
                 BM=block_rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
@@ -161,15 +184,31 @@ def attend(
         _decode_kernel.merge_kernel[(batch * heads * n_queries, -(-value_width // columns))](
             log_forget, parts, stats, out, *log_forget.stride(), *out.stride()[:3], stats.stride(0),
             n_queries, heads, group, pieces, DV=value_width, BP=_power_of_two(pieces), BDV=columns, EXACT=exact,
+            PDL=dependent, **follows,
         )  # fmt: skip
 
     with fused._on(q.device):
         if tile is not None:
             launch(tile)
         else:
-            kind = ("decode", q.device, query.dtype, rows, *options.values())
+            kind = ("decode", q.device, query.dtype, rows, early, *options.values())
             _tiles.run(kind, n_keys, _candidates(options["BD"], options["BDV"], q), launch)
     return out
+
+
+def _fixed(dtype: torch.dtype, score_bound: float | None) -> bool:
+    """Whether a row's slope δ serves as the reference of its weights, so that none has to run.
+
+    A piece's first kept key then weighs at least 2^-B, B the bound in powers of two, and none more than 2^B. What is
+    flushed, below 2^-126 in float32 and bfloat16, is at most 2^(2B - 126) of a row: 2^-24 where 2B <= SPAN. Small
+    weights of float16 would lose digits.
+    """
+    return dtype != torch.float16 and score_bound is not None and 2 * score_bound * math.log2(math.e) <= SPAN
+
+
+def _dependent(device: torch.device) -> bool:
+    hopper = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return DEPENDENT_LAUNCH and hopper
 
 
 def _candidates(width: int, value_width: int, query: Tensor) -> tuple[Forward, ...]:

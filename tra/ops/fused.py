@@ -88,7 +88,7 @@ def fused(
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
     if scale < 0:
         query, scale = -query, -scale
-    if key.shape[2] <= EARLY_ABOVE:
+    if key.shape[2] <= EARLY_ABOVE and not decoding:
         tolerance = 0.0
     if decoding:
         return torch.ops.tra.decode(
