@@ -165,12 +165,12 @@ class Attention(Mechanism):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, before position."""
-        query = self.query(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        key = self.key(x).unflatten(-1, (self.n_kv_heads, -1)).transpose(1, 2)
-        value = self.value(x).unflatten(-1, (self.n_kv_heads, -1)).transpose(1, 2)
-        if self.qk_norm:
+        query = self.query(x).unflatten(-1, (self.n_heads, -1))
+        key = self.key(x).unflatten(-1, (self.n_kv_heads, -1))
+        value = self.value(x).unflatten(-1, (self.n_kv_heads, -1))
+        if self.qk_norm:  # before heads move to the front: a compiler reads and writes them once, where they lie
             query, key = (F.rms_norm(y, (self.head_width,), eps=1e-6).to(value.dtype) for y in (query, key))
-        return query, key, value
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     @property
     def dropout_now(self) -> float:
