@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from tra.bench import decode as bench
-from tra.bench.decode import CALLS, GATES, SDPA, SHAPES, Shape, bench_decode, bench_decode_trained, check, sweep
+from tra.bench.decode import (
+    CALLS,
+    GATES,
+    LAYOUTS,
+    SDPA,
+    SHAPES,
+    Shape,
+    bench_decode,
+    bench_decode_trained,
+    check,
+    sweep,
+)
 from tra.bench.kernels import SHIPPED
 from tra.cli import parse
 from tra.ops import decode
@@ -65,24 +76,32 @@ def test_rows_and_ratios(quick_check: None) -> None:
     assert found["keys_kept_otherwise"] == {"16": 0}
     assert max(found["check"]["(1, 4, 2, 16)"].values()) <= 1
     rows = found["rows"]
-    assert [row["context"] for row in rows] == [40] * 8 + [70] * 8
+    n_rows = len(GATES) + 1 + len(SDPA), 2 + len(SDPA)
+    layouts = [x for layout, number in zip(LAYOUTS, n_rows, strict=True) for x in [layout] * number]
+    assert [(row["context"], row["layout"]) for row in rows] == [(n, layout) for n in (40, 70) for layout in layouts]
     for context in (40, 70):
-        here = {(row["contender"], row.get("gates")): row for row in rows if row["context"] == context}
-        assert set(here) == {("tra", name) for name in GATES} | {("tra, full walk", None)} | {(x, None) for x in SDPA}
-        best = min(here[name, None]["ms"] for name in SDPA if "ms" in here[name, None])
-        assert here["SDPA", None]["ms"] == best
-        for row in here.values():
+        here = [row for row in rows if row["context"] == context]
+        tokens_first, heads_first = (
+            {(row["contender"], row.get("gates")): row for row in here if row["layout"] == layout} for layout in LAYOUTS
+        )
+        all_walk = {("tra, full walk", None)} | {(x, None) for x in SDPA}
+        assert set(tokens_first) == {("tra", name) for name in GATES} | all_walk
+        assert set(heads_first) == {("tra", "init")} | all_walk
+        best = min(row["ms"] for row in here if row["contender"] in SDPA and "ms" in row)
+        for row in here:
             if "ms" in row:
                 assert row["times_sdpa"] == pytest.approx(best / row["ms"], abs=1e-3)
             else:
                 assert row["error"]
-        assert "error" in here["SDPA cuDNN", None]  # which no CPU has
+        assert "error" in heads_first["SDPA cuDNN", None]  # which no CPU has
     assert set(clock.asked) == {CALLS}
 
 
-def test_contenders_see_the_same_keys() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_contenders_see_the_same_keys(layout: str) -> None:
     """The last call has the last window; PyTorch's, over all of it, with heads grouped as ours."""
-    given = bench.make_given(SMALL, 40, CPU, torch.float16)
+    given = bench.make_given(SMALL, 40, CPU, torch.float16, layout)
+    assert (given.key.stride(1) < given.key.stride(2)) == (layout == "tokens first")
     assert given.windows == 2
     first, last = given.window(0), given.window(1)
     assert torch.equal(given.window(2)[1], first[1])
@@ -97,10 +116,11 @@ def test_contenders_see_the_same_keys() -> None:
 def test_what_does_not_fit_is_said(quick_check: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_too_large", lambda *_: "needs 999 GiB, 1 GiB are free")
     found = bench_decode(CPU, shapes=(SMALL,), contexts=(40,), dtype=torch.float16, timer=Clock())
-    (row,) = found["rows"]
-    assert row["error"] == "needs 999 GiB, 1 GiB are free"
-    assert row["context"] == 40
-    assert "times_sdpa" not in row
+    assert [row["layout"] for row in found["rows"]] == list(LAYOUTS)
+    for row in found["rows"]:
+        assert row["error"] == "needs 999 GiB, 1 GiB are free"
+        assert row["context"] == 40
+        assert "times_sdpa" not in row
 
 
 class Properties:

@@ -181,8 +181,7 @@ class StaticLayerCache:
         """Write the new keys and values to their slots; beyond those in use, buffers hold zeros."""
         _check_no_grad(key, value)
         if self._buffers is None:
-            size = (*key.shape[:2], self._cache.capacity + 1)
-            self._buffers = key.new_zeros(*size, key.shape[3]), value.new_zeros(*size, value.shape[3])
+            self._buffers = self._slots_like(key), self._slots_like(value)
         slots = self._cache.slots[:, None, :, None]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
             if buffer.dtype != new.dtype:
@@ -194,3 +193,11 @@ class StaticLayerCache:
         end = self.length + key.shape[2]  # a prompt needn't look at what is free, nor be told unless rows differ
         keys, values = (buffer[:, :, :end] for buffer in self._buffers)
         return Held(keys, values, None, self._cache.now if self._cache.padded else None)
+
+    def _slots_like(self, new: Tensor) -> Tensor:
+        """`[B, H, capacity + 1, D]`, in memory with all heads of a token side by side.
+
+        The newest keys, which are all that forgetful heads read, then lie together, and not on a page per head.
+        """
+        batch, heads, _, width = new.shape
+        return new.new_zeros(batch, self._cache.capacity + 1, heads, width).transpose(1, 2)

@@ -29,6 +29,8 @@ from tra.text.task import Stream
 
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
 GATES = ("init", "-0.05", "-0.001")
+LAYOUTS = ("tokens first", "heads first")
+"""Of a cache in memory: all heads of a token side by side, as our static cache has it, or a head's tokens."""
 CALLS = 20
 """Of a graph, at least."""
 STEP = 16_384
@@ -37,7 +39,6 @@ SDPA = {
     "SDPA": None,
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 Times = dict[str, float]
 Timer = Callable[[Callable[[int], object], int], Times]
@@ -97,17 +98,20 @@ def gates_of(name: str, shape: Shape, device: torch.device) -> Tensor:
     return F.logsigmoid(torch.randn(size, device=device, generator=torch.Generator(device).manual_seed(1)))
 
 
-def make_given(shape: Shape, context: int, device: torch.device, dtype: torch.dtype) -> Given:
+def make_given(shape: Shape, context: int, device: torch.device, dtype: torch.dtype, layout: str = LAYOUTS[0]) -> Given:
     """Normalised random queries and keys: half of the keys are kept."""
     windows, step = windows_for(shape, context, device), min(context, STEP)
     draws = torch.Generator(device).manual_seed(0)
 
-    def draw(heads: int, length: int) -> Tensor:
-        return torch.randn(shape.batch, heads, length, shape.width, device=device, dtype=dtype, generator=draws)
+    def draw(heads: int, length: int, norm: bool = False) -> Tensor:
+        size = (heads, length) if layout == "heads first" else (length, heads)
+        drawn = torch.randn(shape.batch, *size, shape.width, device=device, dtype=dtype, generator=draws)
+        drawn = F.rms_norm(drawn, (shape.width,)) if norm else drawn
+        return drawn if layout == "heads first" else drawn.transpose(1, 2)
 
     length = context + (windows - 1) * step
-    query, key = (F.rms_norm(x, (shape.width,)) for x in (draw(shape.heads, 1), draw(shape.kv_heads, length)))
-    return Given(query, key, draw(shape.kv_heads, length), gates_of("init", shape, device), context, step, windows)
+    query, key, value = draw(shape.heads, 1, True), draw(shape.kv_heads, length, True), draw(shape.kv_heads, length)
+    return Given(query, key, value, gates_of("init", shape, device), context, step, windows)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Tensor:
@@ -255,20 +259,20 @@ def bench_decode(
     kept = {str(shape.width): mismatches(16, width=shape.width, dtype=dtype, device=device.type) for shape in shapes}
     rows: list[dict[str, Any]] = []
     clocks = [_clocks()]
-    for shape, context in itertools.product(shapes, contexts):
+    for shape, context, layout in itertools.product(shapes, contexts, LAYOUTS):
         windows = windows_for(shape, context, device)
-        facts = shape._asdict() | {"context": context, "windows": windows, "content": "random"}
+        facts = shape._asdict() | {"context": context, "layout": layout, "windows": windows, "content": "random"}
         refused = _too_large(shape, context, windows, device)
         if refused is not None:
             rows.append({"contender": "all", **facts, "error": refused})
             continue
-        given = make_given(shape, context, device, dtype)
-        for gates in GATES:
+        given = make_given(shape, context, device, dtype, layout)
+        for gates in GATES if layout == LAYOUTS[0] else GATES[:1]:
             progress(f"tra, gates {gates}, {shape}, {context:,} keys")
             at = given._replace(log_forget=gates_of(gates, shape, device))
             named = {"contender": "tra", "gates": gates, **facts}
             rows.append(_row(named, ours(at, shape.bound, None), windows, timer))
-        progress(f"the others, {shape}, {context:,} keys")
+        progress(f"the others, {shape}, {context:,} keys, {layout}")
         rows.append(_row({"contender": "tra, full walk", **facts}, ours(given, shape.bound, 0.0), windows, timer))
         rows += [_row({"contender": name, **facts}, theirs(given, SDPA[name]), windows, timer) for name in SDPA]
         del given, at
