@@ -55,8 +55,8 @@ with Triton 3.6; why is not known, and whether 64 mends it has yet to be seen th
 INTERPRETED = (Forward(16, 32, 4, 1),)
 SPAN = 126 - 24
 """Powers of two between a row's highest and lowest score up to which its reference needn't run: see `_fixed`."""
-DEPENDENT_LAUNCH = True
-"""From Hopper on a launch starts up while the one before ends, and waits on the device."""
+DEPENDENT_LAUNCH = False
+"""From Hopper on, a launch can start up while the one before ends, and wait on the device. Off: not measured yet."""
 ASKED_AT_ONCE, MERGED_AT_ONCE = 2048, 8192
 """Numbers that fit a program's registers: former pieces times rows, and in the merge pieces times columns."""
 
