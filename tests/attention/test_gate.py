@@ -78,6 +78,36 @@ def test_the_layer_takes_them(enabled: bool, monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "expected"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float32),  # which would overflow unless the loss is scaled
+        (torch.float32, None, torch.float32),
+        (torch.bfloat16, None, torch.float32),
+        (torch.float64, torch.bfloat16, torch.float64),
+    ],
+)
+def test_the_precision_of_its_gradients(
+    dtype: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(_gate, "sums_are_best", lambda *_: True)
+    monkeypatch.setattr(_gate, "log_gate_by_sums", lambda *given: found.append(given[3]))
+    layer, x = ForgetGate(8, 2, 0.0).to(dtype), torch.zeros(1, 2, 8, dtype=dtype)
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        layer(x)
+    assert found == [expected]
+
+
+def test_twice_differentiated_is_an_error() -> None:
+    x, weight, bias = given()
+    gate = log_gate_by_sums(x, weight, bias, torch.bfloat16)
+    (grad,) = torch.autograd.grad(gate.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, by the compiler, for few heads."""
     x = torch.zeros(1, 2, 8)

@@ -392,6 +392,18 @@ def test_nan_shows() -> None:
     assert not out[0, 0, :3].isnan().any()
 
 
+@DTYPES
+@pytest.mark.parametrize("score_bound", [None, 8.0], ids=["online", "fixed"])
+def test_a_nan_gate_shows(score_bound: float | None, dtype: torch.dtype) -> None:
+    query, key, value, log_forget = inputs_here(3, batch=1, heads=1, n_queries=40, dtype=dtype)
+    lame = log_forget.detach().clone()
+    lame[0, 0, 7] = torch.nan
+    out = tra.threshold_relative_attention(query, key, value, lame, scale=0.125, impl="triton", score_bound=score_bound)
+    assert out[0, 0, 7].isnan().all()
+    assert not out[0, 0, :7].isnan().any()
+    assert not out[0, 0, 8:].isnan().any()
+
+
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize("width", [16, 64, 128, 192, 256])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 FEW_HEADS = 16
 """Up to here a compiled gate is a sum per head, which the compiler works out where x is made, without reading it again.
@@ -29,7 +30,9 @@ class ForgetGate(nn.Linear):
         device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
         narrow = None
         if sums_are_best(x, self.out_features):
-            narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+            narrow = dtype
+            if dtype == torch.float32 and torch.is_autocast_enabled(device):  # float16 would need its loss scaled
+                narrow = torch.bfloat16 if torch.get_autocast_dtype(device) == torch.bfloat16 else dtype
         with torch.autocast(device, enabled=False):
             x, weight, bias = (y.to(dtype) for y in (x, self.weight, self.bias))
             if narrow is not None:
@@ -55,6 +58,7 @@ class _Sums(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, out = ctx.saved_tensors
         grad = grad * -torch.expm1(out)  # 1 - σ

@@ -253,7 +253,7 @@ def merge_kernel(
     slope = tl.load(FORGET + i_b * stride_fb + i_h * stride_fh + i_t * stride_f)
     if not EXACT:
         slope *= LOG2_E
-    slope = tl.maximum(slope, -1e30)
+    slope = tl.where(slope < -1e30, -1e30, slope)
     o_p = tl.arange(0, BP)
     m_p = o_p < pieces
     o_row = (i_bh // group * pieces + o_p) * group * n_queries + i_bh % group * n_queries + i_t

@@ -71,7 +71,7 @@ def _slopes(p_forget, m_m, ONLINE: tl.constexpr, EXACT: tl.constexpr, STEEPEST: 
     if not EXACT:
         b_slope *= LOG2_E
     if not ONLINE:
-        b_slope = tl.maximum(b_slope, -STEEPEST)
+        b_slope = tl.where(b_slope < -STEEPEST, -STEEPEST, b_slope)  # a maximum would hide a NaN
     return b_slope
 
 

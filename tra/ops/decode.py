@@ -201,7 +201,7 @@ def _fixed(dtype: torch.dtype, score_bound: float | None) -> bool:
 
     A piece's first kept key then weighs at least 2^-B, B the bound in powers of two, and none more than 2^B. What is
     flushed, below 2^-126 in float32 and bfloat16, is at most 2^(2B - 126) of a row: 2^-24 where 2B <= SPAN. Small
-    weights of float16 would lose digits.
+    weights of float16 would lose digits. Values that 2^B takes beyond the largest float overflow: 1e35 with B of 8.
     """
     return dtype != torch.float16 and score_bound is not None and 2 * score_bound * math.log2(math.e) <= SPAN
 
