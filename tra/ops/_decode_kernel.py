@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tra.ops._kernels import FAR, LOG2_E, _log, _power, _slopes
 
@@ -129,7 +128,7 @@ def decode_kernel(
     n_queries, n_keys, kv_heads, group, score_scale, cut, bound, log_tolerance, start, span, least, before, pieces,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
-    FIXED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    FIXED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All queries of a key head walk one piece of its keys, from right to left.
 
@@ -137,10 +136,8 @@ def decode_kernel(
     along axis 1, each of `least` blocks or more. Leaves, per row: PARTS, the sum of values; STATS, four planes: the
     reference and the sum of the weights, the keys kept, and whether all that is older provably doesn't count. LATER:
     there are `before` pieces of former phases to ask; ALONE: this is the only piece, so what it leaves is the output.
-    FIXED: the reference is a row's slope, and doesn't run. PDL: a launch may begin before the one before has ended.
+    FIXED: the reference is a row's slope, and doesn't run.
     """
-    if PDL and LATER:
-        gdc_wait()
     i_bk, i_piece = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
     n_rows = group * n_queries
@@ -219,8 +216,6 @@ def decode_kernel(
                 low = j + 1
                 stopped = stopped * 0.0 + 1.0
 
-    if PDL:
-        gdc_launch_dependents()
     o_dv = tl.arange(0, BDV)
     m_o = (o_dv < DV)[:, None] & m_m[None, :]
     if ALONE:
@@ -240,14 +235,12 @@ def decode_kernel(
 def merge_kernel(
     FORGET, PARTS, STATS, OUT, stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_s,
     n_queries, heads, group, pieces,
-    DV: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    DV: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One query takes its pieces together, in BDV of its columns: the logits of each move by what newer ones count.
 
     What is older than a piece that stopped doesn't exist; a piece that kept nothing isn't read.
     """
-    if PDL:
-        gdc_wait()
     i_bh, i_t = (tl.program_id(0) // n_queries).to(tl.int64), (tl.program_id(0) % n_queries).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
     slope = tl.load(FORGET + i_b * stride_fb + i_h * stride_fh + i_t * stride_f)

@@ -55,8 +55,6 @@ with Triton 3.6; why is not known, and whether 64 mends it has yet to be seen th
 INTERPRETED = (Forward(16, 32, 4, 1),)
 SPAN = 126 - 24
 """Powers of two between a row's highest and lowest score up to which its reference needn't run: see `_fixed`."""
-DEPENDENT_LAUNCH = False
-"""From Hopper on, a launch can start up while the one before ends, and wait on the device. Off: not measured yet."""
 ASKED_AT_ONCE, MERGED_AT_ONCE = 2048, 8192
 """Numbers that fit a program's registers: former pieces times rows, and in the merge pieces times columns."""
 
@@ -159,8 +157,6 @@ def attend(
         pieces = sum(phase.pieces for phase in plan)
         alone = pieces == 1
         asks = early and (alone or len(plan) > 1)  # pieces that are all walked at once gain nothing by stopping
-        dependent = not alone and _dependent(q.device)
-        follows: dict[str, bool] = {"launch_pdl": True} if dependent else {}
         block_rows = max(tile.rows, fused._padded(rows))
         parts, stats = out, out  # not used
         if not alone:
@@ -173,7 +169,7 @@ def attend(
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(),
                 *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
                 n_queries, n_keys, kv_heads, group, *numbers, *phase[1:], before, pieces,
-                **options, EARLY=asks, LATER=before > 0, ALONE=alone, PDL=dependent, **(follows if before else {}),
+                **options, EARLY=asks, LATER=before > 0, ALONE=alone,
                 CHUNK=max(16, min(ASKED_AT_ONCE // block_rows, _power_of_two(before))),
                 BM=block_rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
@@ -184,7 +180,6 @@ def attend(
         _decode_kernel.merge_kernel[(batch * heads * n_queries, -(-value_width // columns))](
             log_forget, parts, stats, out, *log_forget.stride(), *out.stride()[:3], stats.stride(0),
             n_queries, heads, group, pieces, DV=value_width, BP=_power_of_two(pieces), BDV=columns, EXACT=exact,
-            PDL=dependent, **follows,
         )  # fmt: skip
 
     with fused._on(q.device):
@@ -204,11 +199,6 @@ def _fixed(dtype: torch.dtype, score_bound: float | None) -> bool:
     weights of float16 would lose digits. Values that 2^B takes beyond the largest float overflow: 1e35 with B of 8.
     """
     return dtype != torch.float16 and score_bound is not None and 2 * score_bound * math.log2(math.e) <= SPAN
-
-
-def _dependent(device: torch.device) -> bool:
-    hopper = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return DEPENDENT_LAUNCH and hopper
 
 
 def _candidates(width: int, value_width: int, query: Tensor) -> tuple[Forward, ...]:
