@@ -99,7 +99,7 @@ def main() -> None:
         kernel = _kernels.key_gradient_kernel
         show(f"dk dv, {width}", kernel, backward.key_warps, backward.key_stages, plain | block | more)
         (tile, *_) = decode.TILES[2, width]
-        block = {"BM": tile.rows, "BN": tile.keys, "CHUNK": 16, "n_queries": 1}
+        block = {"BM": tile.rows, "BN": tile.keys, "CHUNK": 16, "UNIT": 8, "n_queries": 1}
         more = {"RANGES": False, "MASKED": False, "EARLY": True, "LATER": False, "ALONE": False, "EXACT": False}
         for fixed in (True, False):
             name = f"decode, {'fixed' if fixed else 'running'} reference, {width}"

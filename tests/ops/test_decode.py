@@ -57,7 +57,7 @@ def inputs_here(seed: int, **options: object) -> Inputs:
 
 
 def attend(inputs: tuple[Tensor, ...], **options: object) -> Tensor:
-    assert decode.takes(inputs[0], inputs[1])
+    assert decode.takes(*inputs[:3])
     with torch.no_grad():
         return tra.threshold_relative_attention(*inputs, impl="triton", **options)
 
@@ -96,6 +96,31 @@ def test_head_widths(width: int, dtype: torch.dtype) -> None:
     options = {"heads": 2, "n_queries": 2, "n_keys": 70, "width": width, "value_width": 272 - width}
     inputs = inputs_here(width, batch=1, dtype=dtype, **options)
     check(inputs, causal(2, 70), {"scale": 1 / width}, scale=1 / width)
+
+
+@pytest.mark.parametrize("width", [18, 20, 24, 40, 72])
+def test_rows_that_are_no_multiple_of_16(width: int) -> None:
+    """Half precision copies 2, 4 or 8 numbers of a row at once."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    inputs = inputs_here(width, batch=1, heads=2, n_queries=2, n_keys=150, width=width, dtype=dtype)
+    check(inputs, causal(2, 150), {"scale": 1 / width}, scale=1 / width)
+
+
+def test_rows_that_begin_anywhere() -> None:
+    """A cache that begins at an odd number, or with a number between its rows, is copied; odd heads aren't taken."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    inputs = inputs_here(0, batch=1, heads=2, n_queries=2, n_keys=150, width=16, dtype=dtype)
+    right = attend(inputs)
+    for shift, width in ((1, 16), (0, 17)):
+        room = torch.zeros(2, shift + 2 * 150 * width, dtype=dtype, device=DEVICE)
+        key, value = (
+            x[shift:].view(1, 2, 150, width)[..., :16].copy_(y) for x, y in zip(room, inputs[1:3], strict=True)
+        )
+        assert key.data_ptr() % 16 == 2 * shift
+        assert torch.equal(attend(inputs._replace(key=key, value=value)), right)
+    odd = inputs_here(0, batch=1, heads=2, n_queries=2, n_keys=150, width=17, dtype=dtype)
+    assert not decode.takes(*odd[:3])
+    assert decode.takes(*odd.to(torch.float32)[:3])
 
 
 @ALL_BOUNDS

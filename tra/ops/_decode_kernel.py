@@ -128,7 +128,7 @@ def decode_kernel(
     n_queries, n_keys, kv_heads, group, score_scale, cut, bound, log_tolerance, start, span, least, before, pieces,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr, LATER: tl.constexpr, ALONE: tl.constexpr,
-    FIXED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    FIXED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All queries of a key head walk one piece of its keys, from right to left.
 
@@ -136,7 +136,7 @@ def decode_kernel(
     along axis 1, each of `least` blocks or more. Leaves, per row: PARTS, the sum of values; STATS, four planes: the
     reference and the sum of the weights, the keys kept, and whether all that is older provably doesn't count. LATER:
     there are `before` pieces of former phases to ask; ALONE: this is the only piece, so what it leaves is the output.
-    FIXED: the reference is a row's slope, and doesn't run.
+    FIXED: the reference is a row's slope, and doesn't run. Strides of keys and values are in UNITs.
     """
     i_bk, i_piece = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
@@ -186,8 +186,8 @@ def decode_kernel(
     o_d = tl.arange(0, BD)
     p_q = Q + i_b * stride_qb + (o_h * stride_qh + o_t * stride_q)[:, None] + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & (o_d[None, :] < D), other=0.0)
-    p_k = K + i_b * stride_kb + i_hk * stride_kh
-    p_v = V + i_b * stride_vb + i_hk * stride_vh
+    p_k = K + (i_b * stride_kb + i_hk * stride_kh) * UNIT
+    p_v = V + (i_b * stride_vb + i_hk * stride_vh) * UNIT
     p_mask = MASK + i_b * stride_mb if MASKED else MASK
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] <= o_n[None, :]).to(tl.float16)
@@ -200,7 +200,7 @@ def decode_kernel(
         for step in range(now):
             b_o, b_totals, b_ref, b_counts = _decode_block(
                 b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask,
-                j - step, oldest, newest, stride_k, stride_v, stride_m, score_scale, cut,
+                j - step, oldest, newest, stride_k * UNIT, stride_v * UNIT, stride_m, score_scale, cut,
                 D, DV, BD, BDV, BN, MASKED, FIXED, EXACT, PRECISION,
             )  # fmt: skip
         j -= now

@@ -49,9 +49,11 @@ TILES: dict[tuple[int, int], tuple[Forward, ...]] = {
     (4, 256): (Forward(16, 16, 4, 2), Forward(16, 16, 4, 1)),
 }
 """Rows are the least that a block has; more queries take the next power of two."""
-NARROWEST = 64
-"""Columns of queries and keys on a GPU, the rest zeros. Heads of 24, padded to 32, failed a test on an H200
-with Triton 3.6; why is not known, and whether 64 mends it has yet to be seen there."""
+UNIT = 8
+"""Numbers that rows of keys and values are a multiple of, or the largest part of it that they are, for the kernel to
+know. Rows of 24 are not a multiple of 16, which is all that Triton asks of its own accord, so it copied keys through
+registers, number by number, and its products of 64 such keys were wrong on an H200 (Triton 3.6; 32 keys, and copies
+that don't wait, were right). Two numbers, four bytes, are the least that can be copied without waiting."""
 INTERPRETED = (Forward(16, 32, 4, 1),)
 SPAN = 126 - 24
 """Powers of two between a row's highest and lowest score up to which its reference needn't run: see `_fixed`."""
@@ -68,9 +70,11 @@ class Phase(NamedTuple):
     least: int  # blocks of a piece
 
 
-def takes(query: Tensor, key: Tensor) -> bool:
-    """Whether there are few enough queries."""
-    heads, n_queries = query.shape[1:3]
+def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there are few enough queries, of heads whose rows can be copied four bytes at a time (see UNIT)."""
+    heads, n_queries, width = query.shape[1:]
+    if query.dtype != torch.float32 and (width % 2 or value.shape[3] % 2):
+        return False
     return n_queries <= MOST_QUERIES and n_queries * (heads // key.shape[1]) <= MOST_ROWS
 
 
@@ -136,18 +140,20 @@ def attend(
     exact = query.dtype == torch.float32
     unit = 1.0 if exact else fused.LOG2_E
     bound = (score_bound or 0.0) * unit
-    q, k, v = (fused._rows_contiguous(x) for x in (query, key, value))
+    q, k, v = fused._rows_contiguous(query), _aligned(key), _aligned(value)
+    unit_of_rows = 1 if exact else math.gcd(UNIT, width, value_width, *k.stride()[:3], *v.stride()[:3])
     mask = None if key_mask is None else key_mask.view(torch.uint8)
     numbers = (scale * unit, fused._cut(scale, threshold), bound, math.log(tolerance) * unit if early else 0.0)
     options: dict[str, Any] = {
         "D": width,
         "DV": value_width,
-        "BD": max(fused._padded(width), NARROWEST if q.is_cuda and not exact else 16),
+        "BD": fused._padded(width),
         "BDV": fused._padded(value_width),
         "RANGES": first is not None,
         "MASKED": mask is not None,
         "FIXED": _fixed(query.dtype, score_bound),
         "EXACT": exact,
+        "UNIT": unit_of_rows,
         "PRECISION": "ieee",
     }
 
@@ -166,8 +172,8 @@ def attend(
         for phase in plan:
             _decode_kernel.decode_kernel[(batch * kv_heads, phase.pieces)](
                 q, k, v, log_forget, first, last, mask, out, parts, stats,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(),
-                *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
+                *q.stride()[:3], *(stride // unit_of_rows for x in (k, v) for stride in x.stride()[:3]),
+                *log_forget.stride(), *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
                 n_queries, n_keys, kv_heads, group, *numbers, *phase[1:], before, pieces,
                 **options, EARLY=asks, LATER=before > 0, ALONE=alone,
                 CHUNK=max(16, min(ASKED_AT_ONCE // block_rows, _power_of_two(before))),
@@ -189,6 +195,14 @@ def attend(
             kind = ("decode", q.device, query.dtype, rows, early, *options.values())
             _tiles.run(kind, n_keys, _candidates(options["BD"], options["BDV"], q), launch)
     return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """As it is, if rows begin at multiples of UNITs, or at least of two numbers."""
+    if x.dtype == torch.float32:
+        return x if x.stride(-1) == 1 else x.contiguous()
+    whole = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fixed(dtype: torch.dtype, score_bound: float | None) -> bool:

@@ -79,7 +79,7 @@ def fused(
         raise RuntimeError(f"impl='triton' is not available: {reason}")
     inputs = (query, key, value, log_forget)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    decoding = not training and dropout == 0 and decode.takes(query, key)
+    decoding = not training and dropout == 0 and decode.takes(query, key, value)
     first, last, key_mask = visible or (None, None, None)
     if first is not None and last is not None:
         if key_mask is not None and not decoding:
