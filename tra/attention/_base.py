@@ -12,6 +12,9 @@ from tra.attention._cache import LayerCache, StaticLayerCache
 from tra.attention._places import document_numbers, places
 from tra.attention._rotary import rotate_by_place
 
+NORM_EPS = 1e-6
+"""Of the norm of queries and keys."""
+
 
 class Given(NamedTuple):
     """What a mechanism works on. Queries stand at the end of the keys."""
@@ -147,8 +150,7 @@ class Attention(Mechanism):
     ) -> Given:
         """Queries of the new tokens, keys and values of all."""
         past = 0 if cache is None else cache.length
-        if x.ndim != 3 or x.shape[2] != self.query.in_features:
-            raise ValueError(f"x must be [B, T, {self.query.in_features}], got {tuple(x.shape)}")
+        self._check(x)
         check_masks(x, key_mask, past, document_ids)
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids are for packed training rows and don't go with a cache")
@@ -163,14 +165,23 @@ class Attention(Mechanism):
                 raise ValueError(f"{type(self).__name__} can't use a static cache: decode with a growing one")
         return Given(x, query, key, value, key_mask, document_ids, cache, key_lengths=key_lengths)
 
+    def _check(self, x: Tensor) -> None:
+        if x.ndim != 3 or x.shape[2] != self.query.in_features:
+            raise ValueError(f"x must be [B, T, {self.query.in_features}], got {tuple(x.shape)}")
+
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, before position."""
+        query, key, value = self.projected(x)
+        if self.qk_norm:  # before heads move to the front: a compiler reads and writes them once, where they lie
+            query, key = (F.rms_norm(y, (self.head_width,), eps=NORM_EPS).to(value.dtype) for y in (query, key))
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as projected, `[B, T, heads, D]`."""
         query = self.query(x).unflatten(-1, (self.n_heads, -1))
         key = self.key(x).unflatten(-1, (self.n_kv_heads, -1))
         value = self.value(x).unflatten(-1, (self.n_kv_heads, -1))
-        if self.qk_norm:  # before heads move to the front: a compiler reads and writes them once, where they lie
-            query, key = (F.rms_norm(y, (self.head_width,), eps=1e-6).to(value.dtype) for y in (query, key))
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return query, key, value
 
     @property
     def dropout_now(self) -> float:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention._base import Attention, Given
+from tra.attention._base import NORM_EPS, Attention, Given
+from tra.attention._cache import LayerCache, StaticLayerCache
 from tra.attention._gate import ForgetGate
 from tra.attention._places import document_numbers
 from tra.naming import unknown_name
@@ -22,6 +23,7 @@ from tra.ops import (
 from tra.ops._bound import log_rest
 from tra.ops._inputs import Visible, check_options, default_tolerance
 from tra.ops._softmax import softmax_or_nothing
+from tra.ops.api import attention_of_normalised, takes_norm
 from tra.ops.reference import reference_map
 
 
@@ -75,14 +77,35 @@ class ThresholdRelativeAttention(Attention):
             x.shape[0], self.n_heads, x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
         )
 
-    def attend(self, given: Given) -> Tensor:
-        options: dict[str, Any] = {
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
             "threshold": self.threshold,
             "score_bound": self.score_bound,
             "dropout": self.dropout_now,
             "tolerance": self.tolerance,
-            "impl": self.impl,
         }
+
+    def forward(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        cache: LayerCache | StaticLayerCache | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attention`. Plain training has its norm's gradient worked out by the kernels."""
+        plain = key_mask is None and cache is None and document_ids is None
+        by_kernels = self.impl == "triton" or (self.impl == "auto" and x.is_cuda)
+        if plain and by_kernels and self.qk_norm and not self.rotary and torch.is_grad_enabled():
+            self._check(x)
+            query, key, value = (y.transpose(1, 2) for y in self.projected(x))
+            if takes_norm(query, value, self.impl):
+                out = attention_of_normalised(query, key, value, self.log_forget(x), eps=NORM_EPS, **self._options)
+                return self.out(out.transpose(1, 2).flatten(2))
+        return super().forward(x, key_mask, cache, document_ids)
+
+    def attend(self, given: Given) -> Tensor:
+        options = self._options | {"impl": self.impl}
         query, key, value, log_forget = given.query, given.key, given.value, self.log_forget(given.x)
         if given.document_ids is None:
             return threshold_relative_attention(

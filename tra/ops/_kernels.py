@@ -83,6 +83,14 @@ def _weights(b_x, b_one, MASKED: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.c
 
 
 @triton.jit
+def _before_norm(b_grad, b_hat, p_factor, m, WIDTH: tl.constexpr):
+    """The gradient of rows that were divided by their root mean square, from that of the result `b_hat`."""
+    b_hat = b_hat.to(tl.float32)
+    b_along = tl.sum(b_grad * b_hat, 1) * (1.0 / WIDTH)
+    return (b_grad - b_hat * b_along[:, None]) * tl.load(p_factor, mask=m, other=0.0)[:, None]
+
+
+@triton.jit
 def _mix(x):
     """The hash of `_dropout.py`, in uint32."""
     x = (x ^ (x >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
@@ -353,19 +361,21 @@ def _query_gradient_block(
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
-    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, DQ, DFORGET, INNER, SLOPES, OFFSETS, SPAN,
+    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, FACTOR, DQ, DFORGET, INNER, SLOPES, OFFSETS,
+    SPAN,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_gb, stride_gh, stride_g,
     stride_dqb, stride_dqh, stride_dq, stride_dfb, stride_dfh, stride_df,
     chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    NORMED: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The forward's walk again, for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
     Leaves for `key_gradient_kernel`: INNER, Σ P dP per row; SLOPES; OFFSETS `[B H, n_blocks, n_rows]`, slope · (keys
-    kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block visited.
+    kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block visited. NORMED: the
+    gradient is that of queries before their norm, which multiplied rows by FACTOR.
     """
     blocks = n_rows // BM
     i_bh, i_m = _head_and_block(blocks, EARLY)
@@ -423,7 +433,11 @@ def query_gradient_kernel(
         b_inner += b_surplus
     tl.store(INNER + o_row, b_inner, mask=m_m)
     p_dq = DQ + i_b * stride_dqb + i_h * stride_dqh
-    _store_tile(p_dq, start, stride_dq, n_queries, b_dq * scale, D, BD, BM)
+    b_dq *= scale
+    if NORMED:  # queries are read again: held all the way they would cost the loop registers
+        b_q = _load_tile(Q + i_b * stride_qb + i_h * stride_qh, start, stride_q, n_queries, D, BD, BM, True)
+        b_dq = _before_norm(b_dq, b_q, FACTOR + o_row, m_m, D)
+    _store_tile(p_dq, start, stride_dq, n_queries, b_dq, D, BD, BM)
     p_dforget = DFORGET + i_b * stride_dfb + i_h * stride_dfh + o_m.to(tl.int64) * stride_df
     tl.store(p_dforget, b_dforget, mask=m_m)
 
@@ -476,19 +490,20 @@ def _key_gradient_block(
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
-    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, DK, DV_OUT, INNER, SLOPES, OFFSETS, SPAN,
+    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, FACTOR, DK, DV_OUT, INNER, SLOPES, OFFSETS, SPAN,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_gb, stride_gh, stride_g,
     stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh, stride_dv,
     seen, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RATIO: tl.constexpr, EVEN: tl.constexpr, RANGES: tl.constexpr, SKIP: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys gathers its gradients from the row blocks of a chunk whose walk came by, in their order.
 
     SKIP: some walks stopped early or started late, so each is asked; RATIO of the row blocks here make one there.
-    EVEN: no row block reaches beyond the queries. ACCUMULATE: on top of former chunks' sums.
+    EVEN: no row block reaches beyond the queries. ACCUMULATE: on top of former chunks' sums. NORMED: the
+    gradient is that of keys before their norm, which multiplied rows by FACTOR.
     """
     j = tl.program_id(0) % seen  # oldest keys first: most queries see them
     i_bk = tl.program_id(0) // seen
@@ -552,5 +567,8 @@ def key_gradient_kernel(
             _store_tile(p_dk, j * BN, stride_dk, n_keys, b_dk, D, BD, BN)
             _store_tile(p_dv, j * BN, stride_dv, n_keys, b_dv, DV, BDV, BN)
     else:
-        _store_tile(p_dk, j * BN, stride_dk, n_keys, b_dk, D, BD, BN)
         _store_tile(p_dv, j * BN, stride_dv, n_keys, b_dv, DV, BDV, BN)
+        if NORMED:  # keys are read again, likewise, and after a store, or the compiler would hold them
+            b_k = _load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_keys, D, BD, BN, True)
+            b_dk = _before_norm(b_dk, b_k, FACTOR + i_bk.to(tl.int64) * n_keys + o_k, o_k < n_keys, D)
+        _store_tile(p_dk, j * BN, stride_dk, n_keys, b_dk, D, BD, BN)

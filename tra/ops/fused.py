@@ -72,8 +72,12 @@ def fused(
     dropout: float,
     seed: Tensor | None,
     tolerance: float,
+    factors: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Same result as `reference` up to rounding and `tolerance`. `visible` is None where all is plainly causal."""
+    """Same result as `reference` up to rounding and `tolerance`. `visible` is None where all is plainly causal.
+
+    `factors` come with queries and keys from `normalised`.
+    """
     reason = why_not(query, value)
     if reason is not None:
         raise RuntimeError(f"impl='triton' is not available: {reason}")
@@ -95,8 +99,32 @@ def fused(
             query, key, value, log_forget, first, last, key_mask, scale, threshold, score_bound, tolerance
         )
     return torch.ops.tra.fused_forward(
-        query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training
-    )[0]
+        query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training,
+        *factors,
+    )[0]  # fmt: skip
+
+
+def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Rows over their root mean square, in x's dtype, and the factors `x.shape[:-1]` that made them so.
+
+    Both are for `fused` alone: their gradient is taken for that of x, as the kernels already hand it out, so that no
+    gradient of the result is ever written down.
+    """
+    hat, factor = _Normalised.apply(x, eps)
+    return hat, factor
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        factor = torch.rsqrt(wide.square().mean(-1) + eps)
+        ctx.mark_non_differentiable(factor)
+        return (wide * factor[..., None]).to(x.dtype), factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _factor: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 @lru_cache(maxsize=64)
@@ -228,8 +256,13 @@ def _forward(
     dropout: float,
     tolerance: float,
     training: bool,
+    query_factor: Tensor | None = None,
+    key_factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output; what rounding cut off it; reference and sum of the weights, `[B, H, Tq]`; the oldest key each row read.
+
+    With factors `[B, H or Hkv, T]`, by which a norm multiplied the rows of queries and keys, gradients are those of
+    what was normalised: see `normalised`.
 
     Without its low part a rounded output would be felt in the gradients: backward subtracts two numbers that it nearly
     makes equal. It is empty unless `training`.
@@ -280,7 +313,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training):  # type: ignore[no-untyped-def]
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    training = rest[9]
     return (
         _empty_out(query, value.shape[3]),
         _empty_low(query, value.shape[3], training),
@@ -305,6 +339,8 @@ def _backward(
     reference: Tensor,
     total: Tensor,
     stop: Tensor,
+    query_factor: Tensor | None,
+    key_factor: Tensor | None,
     scale: float,
     threshold: float,
     score_bound: float | None,
@@ -321,6 +357,7 @@ def _backward(
     grad_forget = torch.empty_like(log_forget)
     inner, slopes = (torch.empty_like(reference) for _ in range(2))
     exact = query.dtype == torch.float32
+    query_factor, key_factor = (x if x is None else x.contiguous() for x in (query_factor, key_factor))
     if low.numel() == 0 and not exact:  # whoever called didn't say that gradients are wanted
         low = torch.zeros_like(out)
     online = _online(query.dtype, threshold, score_bound)
@@ -346,23 +383,24 @@ def _backward(
             span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             _kernels.query_gradient_kernel[(blocks * batch * heads,)](
-                q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop,
+                q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
                 grad_query, grad_forget, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grad_query.stride()[:3], *grad_forget.stride(), *sizes, *numbers,
-                **options, EARLY=early, STEEPEST=_steepest(query.dtype),
+                **options, EARLY=early, NORMED=query_factor is not None, STEEPEST=_steepest(query.dtype),
                 BM=tile.rows, BN=tile.keys, num_warps=tile.query_warps, num_stages=tile.query_stages,
             )  # fmt: skip
             _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
-                q, k, v, first, last, seed, g, total, grad_k, grad_v, inner, slopes, offsets, span,
+                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
                 *grad_k.stride()[:3], *grad_v.stride()[:3], seen, *sizes, *numbers,
                 **options, SKIP=early or first is not None, ACCUMULATE=not once,
+                NORMED=once and key_factor is not None,
                 RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
                 BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
             )  # fmt: skip
         if not once:
-            grad_key.copy_(grad_k)
+            grad_key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
             grad_value.copy_(grad_v)
 
     tiles = _tiles.candidates(_tiles.BACKWARD, options["BD"], options["BDV"], q.element_size(), q.device)
@@ -371,21 +409,26 @@ def _backward(
     return grad_query, grad_key, grad_value, grad_forget
 
 
+def _before_norm(grad: Tensor, normalised: Tensor, factor: Tensor) -> Tensor:
+    """As the kernels' of that name."""
+    return (grad - normalised * (grad * normalised).mean(-1, keepdim=True)) * factor[..., None]
+
+
 @_backward.register_fake
 def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyped-def]
     return *(_empty_gradient(x) for x in (query, key, value)), torch.empty_like(log_forget)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, _ = inputs
-    ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output)
+    query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance = inputs[:12]
+    ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output, *inputs[13:])
     ctx.options = (scale, threshold, score_bound, dropout, tolerance > 0)
 
 
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
     with without_autocast(grad_out.device):
         grads = torch.ops.tra.fused_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 11
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
