@@ -168,9 +168,10 @@ def _forward_block(
         b_one = tl.where(o_k[None, :] <= b_last[:, None], b_one, 0.0)
         if RANGES:
             b_one = tl.where(o_k[None, :] >= b_first[:, None], b_one, 0.0)
-    b_n = tl.dot(b_one.to(tl.float16), triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]: kept keys from j to the block's end
+    b_ones = b_one.to(triangle.dtype)
+    b_n = tl.dot(b_ones, triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]: kept keys from j to the block's end
     if ONLINE:
-        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count)[:, None])
+        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * tl.max(b_count, 1))[:, None])
         b_x = tl.where(b_one > 0.0, b_x, float("-inf"))
         b_new = tl.maximum(b_ref, tl.max(b_x, 1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -180,14 +181,17 @@ def _forward_block(
         b_o = b_o * b_shrink[:, None]
         b_ref = b_new
     else:
-        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count - b_ref)[:, None])
-        b_p = _weights(b_x, b_one, MASKED, ONLINE, EXACT)
+        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * tl.max(b_count, 1) - b_ref)[:, None])
+        if not MASKED and triangle.dtype == tl.bfloat16:  # which holds every power: two products in one instruction
+            b_p = _power(b_x, EXACT).to(tl.bfloat16) * b_ones
+        else:
+            b_p = _weights(b_x, b_one, MASKED, ONLINE, EXACT)
     b_v = _load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)
     if EXACT:
         b_total += tl.sum(b_p, 1)[:, None]
     else:
         b_total = tl.dot(b_p.to(b_v.dtype), tl.full([BN, 16], 1.0, b_v.dtype), b_total)  # [BM, BN] @ [BN, 16]
-    b_count += tl.max(b_n, 1)  # the count of the block's first key is the block's
+    b_count = tl.dot(b_ones, tl.full([BN, 16], 1.0, b_ones.dtype), b_count)  # of kept keys, likewise
     if DROPOUT:
         b_stays = _mix(b_row[:, None] ^ _dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
         b_p = tl.where(b_stays, b_p, 0.0)  # scaled up at the end: a half might not hold it
@@ -220,14 +224,15 @@ def _walk(
         j -= now
         if EARLY:
             b_left = ((j + 1) * BN - b_first).to(tl.float32)  # keys to the left in a row's range, or more
-            b_decay = b_slope * (b_count + 1.0)
+            b_kept = tl.max(b_count, 1)
+            b_decay = b_slope * (b_kept + 1.0)
             b_rest = b_bound + b_decay + _log(tl.minimum(tl.maximum(b_left, 1.0), b_geometric), EXACT)
             b_rest += (1.0 + tl.abs(b_bound) + tl.abs(b_decay)) * 1e-6  # more than what rounding can hide
             b_excess = b_rest - (b_ref + _log(tl.max(b_total, 1), EXACT) + log_tolerance)
             m_going = (b_left > 0) & ~(b_excess < 0.0)
             b_walked = (b_last - (j + 1) * BN).to(tl.float32)
             b_excess = tl.minimum(b_excess, -1.5 * log_tolerance)  # a row that has kept nothing yet
-            b_keys = b_excess / tl.minimum(b_slope, -1e-30) * (b_walked + 64.0) / (-b_count - 32.0)
+            b_keys = b_excess / tl.minimum(b_slope, -1e-30) * (b_walked + 64.0) / (-b_kept - 32.0)
             b_keys = tl.where(b_keys < 16.0 * BN, tl.maximum(b_keys, 1.0), 16.0 * BN)  # a NaN walks on
             b_more = tl.where(m_going, b_keys, 0.0)
             more = tl.max(b_more)
@@ -286,8 +291,8 @@ def forward_kernel(
         b_ref = tl.full([BM], float("-inf"), tl.float32)
     b_row = _dropout_rows(SEED, o_row) if DROPOUT else o_m
     o_n = tl.arange(0, BN)
-    triangle = (o_n[:, None] >= o_n[None, :]).to(tl.float16)
-    b_count = tl.zeros([BM], tl.float32)
+    triangle = (o_n[:, None] >= o_n[None, :]).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
+    b_count = tl.zeros([BM, 16], tl.float32)
     b_total16 = tl.zeros(
         [BM, 16], tl.float32
     )  # sums of the weights as rounded as they meet the values, in every column
@@ -469,9 +474,13 @@ def _key_gradient_block(
         else:
             b_last = o_m + (n_keys - n_queries)
         b_one = tl.where(o_k[:, None] <= b_last[None, :], b_one, 0.0)
-    b_n = tl.dot(triangle, b_one.to(tl.float16))  # [BN, BN] @ [BN, BM] -> [BN, BM]
+    b_ones = b_one.to(triangle.dtype)
+    b_n = tl.dot(triangle, b_ones)  # [BN, BN] @ [BN, BM] -> [BN, BM]
     b_x = b_s * score_scale + (b_slope[None, :] * b_n + b_offset[None, :])
-    b_p = _weights(b_x, b_one, MASKED, ONLINE, EXACT)
+    if triangle.dtype == tl.bfloat16 and not MASKED and not ONLINE:
+        b_p = _power(b_x, EXACT).to(tl.bfloat16) * b_ones
+    else:
+        b_p = _weights(b_x, b_one, MASKED, ONLINE, EXACT)
     if EXACT:
         b_p *= b_scale[None, :]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BDV] @ [BDV, BM] -> [BN, BM]
@@ -483,7 +492,7 @@ def _key_gradient_block(
         b_dp = tl.where(b_stays, b_dp * drop_scale, 0.0)
         b_used = tl.where(b_stays, b_p * drop_scale, 0.0)
     b_dv = tl.dot(b_used.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)  # [BN, BM] @ [BM, BDV] -> [BN, BDV]
-    b_ds = b_p * (b_dp - b_inner[None, :])
+    b_ds = b_p * (b_dp - b_inner[None, :]).to(b_p.dtype)
     b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)  # [BN, BM] @ [BM, BD] -> [BN, BD]
     return b_dk, b_dv
 
@@ -513,7 +522,7 @@ def key_gradient_kernel(
     o_k = j * BN + o_n
     b_k = _load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_keys, D, BD, BN, True)
     b_v = _load_tile(V + i_b * stride_vb + i_hk * stride_vh, j * BN, stride_v, n_keys, DV, BDV, BN, True)
-    triangle = (o_n[:, None] <= o_n[None, :]).to(tl.float16)
+    triangle = (o_n[:, None] <= o_n[None, :]).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
     b_column = _dropout_columns(SEED, o_k) if DROPOUT else o_k
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
 
