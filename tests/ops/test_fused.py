@@ -499,8 +499,11 @@ def tiles_of(table: dict[tuple[int, int], tuple[_tiles.Tile, ...]]) -> list[tupl
     return [(size, width, tile) for (size, width), tiles in table.items() for tile in tiles]
 
 
+ALL_TILES = [*tiles_of(_tiles.FORWARD), *dict.fromkeys(tiles_of(_tiles.BACKWARD) + tiles_of(_tiles.BACKWARD_SHORT))]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "width", "tile"), tiles_of(_tiles.FORWARD) + tiles_of(_tiles.BACKWARD), ids=str)
+@pytest.mark.parametrize(("size", "width", "tile"), ALL_TILES, ids=str)
 def test_every_tile(size: int, width: int, tile: _tiles.Forward | _tiles.Backward, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Also those that another GPU would take."""
     listed = _tiles.candidates
@@ -527,7 +530,7 @@ class Memory:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_small_gpu_gets_a_small_tile(shared: int, width: int, itemsize: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Memory(shared))
-    for table in (_tiles.FORWARD, _tiles.BACKWARD):
+    for table in (_tiles.FORWARD, _tiles.BACKWARD, _tiles.BACKWARD_SHORT):
         tiles = _tiles.candidates(table, width, width, itemsize, torch.device("cuda"))
         assert tiles
         if shared >= 99 << 10:  # the least that any GPU since Ampere has

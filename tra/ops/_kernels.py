@@ -171,7 +171,7 @@ def _forward_block(
     b_ones = b_one.to(triangle.dtype)
     b_n = tl.dot(b_ones, triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]: kept keys from j to the block's end
     if ONLINE:
-        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * tl.max(b_count, 1))[:, None])
+        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count)[:, None])
         b_x = tl.where(b_one > 0.0, b_x, float("-inf"))
         b_new = tl.maximum(b_ref, tl.max(b_x, 1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -181,7 +181,7 @@ def _forward_block(
         b_o = b_o * b_shrink[:, None]
         b_ref = b_new
     else:
-        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * tl.max(b_count, 1) - b_ref)[:, None])
+        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count - b_ref)[:, None])
         if not MASKED and triangle.dtype == tl.bfloat16:  # which holds every power: two products in one instruction
             b_p = _power(b_x, EXACT).to(tl.bfloat16) * b_ones
         else:
@@ -191,7 +191,7 @@ def _forward_block(
         b_total += tl.sum(b_p, 1)[:, None]
     else:
         b_total = tl.dot(b_p.to(b_v.dtype), tl.full([BN, 16], 1.0, b_v.dtype), b_total)  # [BM, BN] @ [BN, 16]
-    b_count = tl.dot(b_ones, tl.full([BN, 16], 1.0, b_ones.dtype), b_count)  # of kept keys, likewise
+    b_count += tl.max(b_n, 1)  # the count of the block's first key is the block's
     if DROPOUT:
         b_stays = _mix(b_row[:, None] ^ _dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
         b_p = tl.where(b_stays, b_p, 0.0)  # scaled up at the end: a half might not hold it
@@ -224,15 +224,14 @@ def _walk(
         j -= now
         if EARLY:
             b_left = ((j + 1) * BN - b_first).to(tl.float32)  # keys to the left in a row's range, or more
-            b_kept = tl.max(b_count, 1)
-            b_decay = b_slope * (b_kept + 1.0)
+            b_decay = b_slope * (b_count + 1.0)
             b_rest = b_bound + b_decay + _log(tl.minimum(tl.maximum(b_left, 1.0), b_geometric), EXACT)
             b_rest += (1.0 + tl.abs(b_bound) + tl.abs(b_decay)) * 1e-6  # more than what rounding can hide
             b_excess = b_rest - (b_ref + _log(tl.max(b_total, 1), EXACT) + log_tolerance)
             m_going = (b_left > 0) & ~(b_excess < 0.0)
             b_walked = (b_last - (j + 1) * BN).to(tl.float32)
             b_excess = tl.minimum(b_excess, -1.5 * log_tolerance)  # a row that has kept nothing yet
-            b_keys = b_excess / tl.minimum(b_slope, -1e-30) * (b_walked + 64.0) / (-b_kept - 32.0)
+            b_keys = b_excess / tl.minimum(b_slope, -1e-30) * (b_walked + 64.0) / (-b_count - 32.0)
             b_keys = tl.where(b_keys < 16.0 * BN, tl.maximum(b_keys, 1.0), 16.0 * BN)  # a NaN walks on
             b_more = tl.where(m_going, b_keys, 0.0)
             more = tl.max(b_more)
@@ -292,10 +291,8 @@ def forward_kernel(
     b_row = _dropout_rows(SEED, o_row) if DROPOUT else o_m
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] >= o_n[None, :]).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
-    b_count = tl.zeros([BM, 16], tl.float32)
-    b_total16 = tl.zeros(
-        [BM, 16], tl.float32
-    )  # sums of the weights as rounded as they meet the values, in every column
+    b_count = tl.zeros([BM], tl.float32)
+    b_total16 = tl.zeros([BM, 16], tl.float32)  # of the weights as rounded as they meet the values, in every column
     b_o = tl.zeros([BM, BDV], tl.float32)
     j, steps = newest, newest * 0 + FAR
     for PHASE in tl.static_range(3 if RANGES else 2):  # where rows end, whole blocks, where rows begin
@@ -329,22 +326,24 @@ def _query_gradient_block(
     b_q, b_do, b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count, b_slope, b_ref, b_scale, b_inner, b_first,
     b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, j, stride_k, stride_v, stride_c, n_keys, score_scale, cut,
     drop_below, drop_scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, COARSER: tl.constexpr,
+    MASKED: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     o_k = j * BN + tl.arange(0, BN)
     b_k = _load_tile(p_k, j * BN, stride_k, n_keys, D, BD, BN, MASKED)
     b_v = _load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BD] @ [BD, BN] -> [BM, BN]
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BDV] @ [BDV, BN] -> [BM, BN]
     b_one = tl.where(b_s <= cut, 0.0, 1.0)
     if MASKED:
         b_one = tl.where(o_k[None, :] <= b_last[:, None], b_one, 0.0)
         if RANGES:
             b_one = tl.where(o_k[None, :] >= b_first[:, None], b_one, 0.0)
     b_offset = b_slope * b_count - b_ref
-    tl.store(p_offsets + tl.cast(j, tl.int64) * stride_c, b_offset, mask=m_m)
+    m_first = (j + 1) % COARSER == 0  # of the keys that are one block for the other kernel
+    tl.store(p_offsets + tl.cast(j // COARSER, tl.int64) * stride_c, b_offset, mask=m_m & m_first)
     b_n = tl.dot(b_one.to(tl.float16), triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BDV] @ [BDV, BN] -> [BM, BN]
     b_x = b_s * score_scale + (b_slope[:, None] * b_n + b_offset[:, None])
     b_p = _weights(b_x, b_one, MASKED, ONLINE, EXACT)
     if EXACT:
@@ -373,14 +372,15 @@ def query_gradient_kernel(
     stride_dqb, stride_dqh, stride_dq, stride_dfb, stride_dfh, stride_df,
     chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    NORMED: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    COARSER: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr,
+    DROPOUT: tl.constexpr, NORMED: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The forward's walk again, for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
     Leaves for `key_gradient_kernel`: INNER, Σ P dP per row; SLOPES; OFFSETS `[B H, n_blocks, n_rows]`, slope · (keys
-    kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block visited. NORMED: the
-    gradient is that of queries before their norm, which multiplied rows by FACTOR.
+    kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block visited. A block of
+    keys is COARSER times as long there. NORMED: the gradient is that of queries before their norm, which multiplied
+    rows by FACTOR.
     """
     blocks = n_rows // BM
     i_bh, i_m = _head_and_block(blocks, EARLY)
@@ -409,10 +409,12 @@ def query_gradient_kernel(
     )
     oldest = tl.min(tl.load(STOP + o_row, mask=m_m, other=FAR)) // BN
     p_span = SPAN + (tl.cast(i_bh, tl.int64) * blocks + i_m) * 2
-    tl.store(p_span, oldest)
-    tl.store(p_span + 1, newest)
+    tl.store(p_span, oldest // COARSER)
+    tl.store(p_span + 1, (newest + COARSER) // COARSER - 1)  # -1 where nothing is seen
 
     p_offsets = OFFSETS + tl.cast(i_bh, tl.int64) * n_blocks * n_rows + i_m * BM + tl.arange(0, BM)
+    if COARSER > 1:  # the newest block may begin in the middle of the other kernel's
+        tl.store(p_offsets + tl.cast(newest // COARSER, tl.int64) * n_rows, -b_ref, mask=m_m & (newest >= 0))
     b_row = _dropout_rows(SEED, o_row) if DROPOUT else o_m
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] >= o_n[None, :]).to(tl.float16)
@@ -428,7 +430,7 @@ def query_gradient_kernel(
                 b_q, b_do, b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count, b_slope, b_ref, b_scale, b_inner,
                 b_first, b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, newest - step, stride_k, stride_v,
                 n_rows, n_keys, score_scale, cut, drop_below, drop_scale,
-                D, DV, BD, BDV, BN, PHASE != 1, RANGES, ONLINE, EXACT, DROPOUT, PRECISION,
+                D, DV, BD, BDV, BN, COARSER, PHASE != 1, RANGES, ONLINE, EXACT, DROPOUT, PRECISION,
             )  # fmt: skip
         newest = tl.minimum(newest, end - 1)
     if EXACT:

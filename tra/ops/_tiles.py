@@ -15,12 +15,16 @@ import torch
 
 
 class Forward(NamedTuple):
-    """Rows and keys of a block, warps, and stages of the software pipeline."""
+    """Rows and keys of a block, warps, stages of the software pipeline, and a limit to a thread's registers.
+
+    The limit is for a processor to hold one more block at once, where that costs hardly a spill.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
     def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
         """Bytes, about: a query block, `stages` blocks of keys and values, the triangle."""
@@ -28,43 +32,59 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """As above for the two kernels. They share the keys of a block; rows are cut finer for the gradients of keys."""
+    """As above for the two kernels: the keys that one holds and the rows that the other holds, and what each walks by.
+
+    The kernel of queries holds `rows` and walks by `query_keys`; that of keys holds `keys` and walks by `key_rows`.
+    """
 
     keys: int
     rows: int
+    query_keys: int
     query_warps: int
     query_stages: int
     key_rows: int
     key_warps: int
     key_stages: int
+    query_registers: int = 0
 
     def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
         both = (width + value_width) * itemsize
-        queries = (self.rows + self.query_stages * self.keys) * both + self.keys**2 * 2
+        queries = (self.rows + self.query_stages * self.query_keys) * both + self.query_keys**2 * 2
         keys = (self.keys + self.key_stages * self.key_rows) * both + self.keys * (self.keys + self.key_rows) * 2
         return max(queries, keys)
 
 
 FORWARD: dict[tuple[int, int], tuple[Forward, ...]] = {
     # (bytes per number, widest head): best first
-    (2, 64): (Forward(64, 64, 4, 3), Forward(64, 32, 4, 3), Forward(64, 32, 4, 2)),
-    (2, 128): (Forward(128, 64, 8, 3), Forward(64, 64, 4, 2), Forward(64, 32, 4, 2)),
+    (2, 64): (Forward(64, 32, 4, 3, 128), Forward(64, 64, 4, 3), Forward(64, 32, 4, 2)),
+    (2, 128): (Forward(64, 32, 4, 3, 168), Forward(128, 64, 8, 3), Forward(64, 32, 4, 2)),
     (2, 256): (Forward(128, 32, 8, 2), Forward(64, 32, 4, 2), Forward(32, 32, 4, 1)),
     (4, 64): (Forward(32, 32, 4, 2), Forward(32, 16, 4, 1)),
     (4, 128): (Forward(32, 32, 4, 2), Forward(16, 16, 4, 1)),
     (4, 256): (Forward(16, 16, 4, 2), Forward(16, 16, 4, 1)),
 }
-FORWARD_EARLY = FORWARD | {(2, 128): (Forward(64, 32, 4, 3), Forward(64, 32, 4, 2))}
-"""Where walks are short, small blocks waste less."""
 BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
-    (2, 64): (Backward(64, 64, 4, 3, 64, 4, 3), Backward(64, 64, 4, 2, 32, 4, 2), Backward(32, 64, 4, 2, 64, 4, 1)),
-    (2, 128): (Backward(64, 128, 8, 2, 32, 4, 3), Backward(32, 64, 4, 2, 32, 4, 2), Backward(32, 32, 4, 1, 32, 4, 1)),
-    (2, 256): (Backward(32, 64, 8, 2, 32, 8, 2), Backward(32, 32, 4, 1, 32, 4, 1)),
-    (4, 64): (Backward(32, 32, 4, 2, 32, 4, 2), Backward(16, 32, 4, 1, 32, 4, 1)),
-    (4, 128): (Backward(32, 32, 4, 1, 32, 4, 1), Backward(16, 16, 4, 1, 16, 4, 1)),
-    (4, 256): (Backward(16, 16, 4, 1, 16, 4, 1),),
+    (2, 64): (
+        Backward(64, 64, 64, 4, 3, 64, 4, 3),
+        Backward(64, 64, 64, 4, 2, 32, 4, 2),
+        Backward(32, 64, 32, 4, 2, 64, 4, 1),
+    ),
+    (2, 128): (
+        Backward(64, 64, 64, 4, 2, 32, 4, 3),
+        Backward(32, 64, 32, 4, 2, 32, 4, 2),
+        Backward(32, 32, 32, 4, 1, 32, 4, 1),
+    ),
+    (2, 256): (Backward(32, 64, 32, 8, 2, 32, 8, 2), Backward(32, 32, 32, 4, 1, 32, 4, 1)),
+    (4, 64): (Backward(32, 32, 32, 4, 2, 32, 4, 2), Backward(16, 32, 16, 4, 1, 32, 4, 1)),
+    (4, 128): (Backward(32, 32, 32, 4, 1, 32, 4, 1), Backward(16, 16, 16, 4, 1, 16, 4, 1)),
+    (4, 256): (Backward(16, 16, 16, 4, 1, 16, 4, 1),),
 }
-INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 4, 1, 16, 4, 1))
+BACKWARD_SHORT = BACKWARD | {
+    (2, 64): (Backward(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
+    (2, 128): (Backward(64, 64, 32, 4, 3, 32, 4, 3), *BACKWARD[2, 128][1:]),
+}
+"""Where walks are short, small blocks waste less."""
+INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 32, 4, 1, 16, 4, 1))
 """On a CPU nothing has to fit; unlike sides find more mistakes."""
 
 LEAST = 99 << 10

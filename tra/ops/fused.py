@@ -237,6 +237,11 @@ def _longest(key: Tensor) -> Tensor:
     return torch.stack(norms).amax(0).float()
 
 
+def _limit(registers: int) -> dict[str, int]:
+    """Registers that a thread may have, as an option of a launch."""
+    return {"maxnreg": registers} if registers and torch.version.hip is None else {}
+
+
 def _drop_arguments(dropout: float) -> tuple[int, float]:
     return int(dropout * 2**32), 1 / (1 - dropout)
 
@@ -303,10 +308,10 @@ def _forward(
             n_queries, n_keys, heads, heads // kv_heads, scale * unit, _cut(scale, threshold), bound,
             math.log(tolerance) * unit if early else 0.0, *_drop_arguments(dropout),
             **options, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            **_limit(tile.registers),
         )  # fmt: skip
 
-    table = _tiles.FORWARD_EARLY if early else _tiles.FORWARD
-    tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
+    tiles = _tiles.candidates(_tiles.FORWARD, options["BD"], options["BDV"], q.element_size(), q.device)
     with _on(q.device):
         _tiles.run((q.device, query.dtype, *options.values()), n_keys, tiles, launch)
     return out, low, reference, total, stop
@@ -388,7 +393,8 @@ def _backward(
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grad_query.stride()[:3], *grad_forget.stride(), *sizes, *numbers,
                 **options, EARLY=early, NORMED=query_factor is not None, STEEPEST=_steepest(query.dtype),
-                BM=tile.rows, BN=tile.keys, num_warps=tile.query_warps, num_stages=tile.query_stages,
+                BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
+                num_warps=tile.query_warps, num_stages=tile.query_stages, **_limit(tile.query_registers),
             )  # fmt: skip
             _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
                 q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
@@ -403,9 +409,11 @@ def _backward(
             grad_key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
             grad_value.copy_(grad_v)
 
-    tiles = _tiles.candidates(_tiles.BACKWARD, options["BD"], options["BDV"], q.element_size(), q.device)
+    short = early or n_keys <= EARLY_ABOVE
+    table = _tiles.BACKWARD_SHORT if short else _tiles.BACKWARD
+    tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
     with _on(q.device):
-        _tiles.run((q.device, query.dtype, early, *options.values()), n_keys, tiles, launch)
+        _tiles.run((q.device, query.dtype, early, short, *options.values()), n_keys, tiles, launch)
     return grad_query, grad_key, grad_value, grad_forget
 
 
