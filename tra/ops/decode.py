@@ -54,6 +54,8 @@ UNIT = 8
 know. Rows of 24 are not a multiple of 16, which is all that Triton asks of its own accord, so it copied keys through
 registers, number by number, and its products of 64 such keys were wrong on an H200 (Triton 3.6; 32 keys, and copies
 that don't wait, were right). Two numbers, four bytes, are the least that can be copied without waiting."""
+NARROWEST = 64
+"""Columns of queries and keys on a GPU, the rest zeros: with fewer not all tests have passed on an H200."""
 INTERPRETED = (Forward(16, 32, 4, 1),)
 SPAN = 126 - 24
 """Powers of two between a row's highest and lowest score up to which its reference needn't run: see `_fixed`."""
@@ -147,7 +149,7 @@ def attend(
     options: dict[str, Any] = {
         "D": width,
         "DV": value_width,
-        "BD": fused._padded(width),
+        "BD": max(fused._padded(width), NARROWEST if q.is_cuda and not exact else 16),
         "BDV": fused._padded(value_width),
         "RANGES": first is not None,
         "MASKED": mask is not None,
