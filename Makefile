@@ -31,10 +31,10 @@ demo: setup ## Train TRA, RoPE and FoT on a small task, and see who survives len
 	$(BIN)/tra demo
 
 test: setup-dev lint types ## Lint, types and the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not timing and not gpu' -n 2
+	$(BIN)/python -m pytest -m 'not slow and not timing and not gpu' -n 2 --dist worksteal
 
-test-all: setup-dev lint types ## All of it, also what is slow: kills, compilers, training runs
-	$(BIN)/python -m pytest -m 'not timing and not gpu' -n 2
+test-all: setup-dev lint types ## All of it, also what is slow: kills, compilers, training runs, further cases
+	$(BIN)/python -m pytest -m 'not timing and not gpu' -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m timing
 
 lint: setup-dev ## Style

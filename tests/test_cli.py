@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tra as tra_package
+from tests.slow import slow
 from tra.cli import VERBS
 from tra.presets import preset
 from tra.verbs._shared import parse_duration
@@ -27,25 +28,34 @@ def tra(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 TINY = ("model.d_model=16", "model.n_layers=1", "task.arguments.length=16", "train.batch_size=4", "train.steps=3")
 
 
-def test_train_evaluate_and_go_on(tmp_path: Path) -> None:
-    done = tra("train", "--preset", "demo", *TINY, "--out", "run", cwd=tmp_path)
+def train_tiny(folder: Path) -> None:
+    done = tra("train", "--preset", "demo", *TINY, "--out", "run", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "step 3/3 loss" in done.stdout
     assert "done after 3 steps: run (next: tra evaluate run)" in done.stdout
-    shown = tra("evaluate", "run", "--examples", "5", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert "16x" in shown.stdout
+
+
+def test_train_evaluate_and_report(tmp_path: Path) -> None:
+    train_tiny(tmp_path)
     rows = tra("evaluate", "run", "--examples", "5", "--splits", "iid", "4x", "--json", cwd=tmp_path)
     parsed = [json.loads(line) for line in rows.stdout.splitlines()]
     assert [row["split"] for row in parsed] == ["iid", "4x"]
     assert all(row["examples"] == 5 for row in parsed)
+    reported = tra("report", "run", "--out", "report", cwd=tmp_path)
+    assert reported.returncode == 0, reported.stderr
+    assert (tmp_path / "report" / "exact-match.png").is_file()
+
+
+@pytest.mark.slow
+def test_evaluate_every_split_and_look_inside(tmp_path: Path) -> None:
+    train_tiny(tmp_path)
+    shown = tra("evaluate", "run", "--examples", "5", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "16x" in shown.stdout
     looked = tra("evaluate", "run", "--examples", "2", "--splits", "iid", "--diagnose", cwd=tmp_path)
     assert looked.returncode == 0, looked.stderr
     assert "attention, mean over layers and heads" in looked.stdout
     assert json.loads((tmp_path / "run" / "diagnose.jsonl").read_text())["split"] == "iid"
-    reported = tra("report", "run", "--out", "report", cwd=tmp_path)
-    assert reported.returncode == 0, reported.stderr
-    assert (tmp_path / "report" / "exact-match.png").is_file()
 
 
 def test_a_config_file_instead_of_a_preset(tmp_path: Path) -> None:
@@ -56,8 +66,9 @@ def test_a_config_file_instead_of_a_preset(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/flipflop-tra/config.json").read_text())["train"]["seed"] == 4
 
 
-@pytest.mark.parametrize("verb", [(), *((verb,) for verb in VERBS)])
+@pytest.mark.parametrize("verb", [(), ("demo",), *slow(*(((verb,),) for verb in VERBS if verb != "demo"))])
 def test_help(verb: tuple[str, ...]) -> None:
+    """Of a verb that quick tests call it is slow."""
     shown = tra(*verb, "--help")
     assert shown.returncode == 0
     assert "usage: tra" in shown.stdout
@@ -68,33 +79,35 @@ def test_help(verb: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train",), "say what to train: --preset"),
-        (("train", "--preset", "flipflip"), "unknown preset 'flipflip': did you mean 'flipflop'"),
         (("train", "--preset", "demo", "train.stepz=1"), "did you mean 'train.steps'"),
-        (("train", "--preset", "demo", "task.name=cpy"), "unknown task 'cpy': did you mean 'copy'"),
-        (("train", "--preset", "demo", "task.arguments.length=9"), "even length"),
-        (("train", "--preset", "demo", "--config", "x.json"), "either --preset or --config"),
-        (("train", "--config", "none.json"), "there is no config file none.json"),
-        (("train", "--preset", "demo", "--time-limit", "soon"), "a duration reads 90s, 9m or 1h30m"),
-        (("train", "--preset", "demo", "--out", "exists"), "exists already"),
-        (("train", "--resume", "--out", "none"), "there is no run to resume"),
-        (("train", "--preset", "demo", "--device", "gpu"), "unknown device 'gpu'"),
-        (("train", "--config", "newer.json"), "version 99"),
-        (("evaluate", "none"), "none doesn't exist; runs that ship"),
-        (("evaluate", "exists"), "no model.safetensors yet"),
-        (("evaluate", "flipflop-tra", "--splits", "dens"), "did you mean 'dense'"),
-        (("evaluate", "flipflop-tra", "--rows", "none.txt"), "there is no file none.txt"),
-        (("evaluate", "flipflop-tra", "--windows", "8"), "are for language models; this run learnt flipflop"),
-        (("report", "none"), "has no config.json"),
-        (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
         (("trian",), "unknown verb 'trian': did you mean 'train'?"),
-        (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
-        (("bench", "ops"), "invalid choice 'ops'"),
-        (("evaluate",), "Missing from tra evaluate"),
-        (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),
-        (("suite", "run", "rivls"), "unknown suite 'rivls': did you mean 'rivals'"),
-        (("suite", "run", "rivals", "--only", "rop"), "unknown part or mechanism 'rop': did you mean 'rope'"),
-        (("suite", "run", "rivals", "--jobs", "0"), "jobs must be at least 1"),
+        *slow(
+            (("train",), "say what to train: --preset"),
+            (("train", "--preset", "flipflip"), "unknown preset 'flipflip': did you mean 'flipflop'"),
+            (("train", "--preset", "demo", "task.name=cpy"), "unknown task 'cpy': did you mean 'copy'"),
+            (("train", "--preset", "demo", "task.arguments.length=9"), "even length"),
+            (("train", "--preset", "demo", "--config", "x.json"), "either --preset or --config"),
+            (("train", "--config", "none.json"), "there is no config file none.json"),
+            (("train", "--preset", "demo", "--time-limit", "soon"), "a duration reads 90s, 9m or 1h30m"),
+            (("train", "--preset", "demo", "--out", "exists"), "exists already"),
+            (("train", "--resume", "--out", "none"), "there is no run to resume"),
+            (("train", "--preset", "demo", "--device", "gpu"), "unknown device 'gpu'"),
+            (("train", "--config", "newer.json"), "version 99"),
+            (("evaluate", "none"), "none doesn't exist; runs that ship"),
+            (("evaluate", "exists"), "no model.safetensors yet"),
+            (("evaluate", "flipflop-tra", "--splits", "dens"), "did you mean 'dense'"),
+            (("evaluate", "flipflop-tra", "--rows", "none.txt"), "there is no file none.txt"),
+            (("evaluate", "flipflop-tra", "--windows", "8"), "are for language models; this run learnt flipflop"),
+            (("report", "none"), "has no config.json"),
+            (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
+            (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
+            (("bench", "ops"), "invalid choice 'ops'"),
+            (("evaluate",), "Missing from tra evaluate"),
+            (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),
+            (("suite", "run", "rivls"), "unknown suite 'rivls': did you mean 'rivals'"),
+            (("suite", "run", "rivals", "--only", "rop"), "unknown part or mechanism 'rop': did you mean 'rope'"),
+            (("suite", "run", "rivals", "--jobs", "0"), "jobs must be at least 1"),
+        ),
     ],
 )
 def test_bad_input_gets_one_clear_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

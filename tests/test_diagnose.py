@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tra
+from tests.slow import slow
 from tra import diagnose as module
 from tra.attention import MECHANISMS, Attention, WeightMap
 from tra.config import EvalConfig
@@ -24,6 +25,8 @@ from tra.text.task import Stream
 from tra.train import train
 
 LENGTH = 12
+QUICK = ("tra", "forgetting", "rope", "sinusoidal")
+OTHERS = [name for name in MECHANISMS if name not in (*QUICK, "lstm")]
 Measure = tuple[Tensor, Tensor]
 
 
@@ -75,7 +78,7 @@ def diagnose(mechanism: str) -> list[Diagnosis]:
     return list(diagnose_task(decoder(mechanism), task, EvalConfig(), splits=("iid", "4x")))
 
 
-@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name != "lstm"])
+@pytest.mark.parametrize("mechanism", [*QUICK, *slow(*OTHERS)])
 def test_what_must_be_so(mechanism: str) -> None:
     """Whatever the weights: no position reverses nothing, a threshold leaves no mass below it."""
     for row in diagnose(mechanism):

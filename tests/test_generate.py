@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import tra
 from tests.attention.test_cache import SIDE, STATIC, VOCABULARY, decoder, padded, tokens
+from tests.slow import slow
 from tra import generate as generation
 from tra.attention import MECHANISMS, StaticCache
 from tra.generate import Sampling, continuation, prefill
@@ -76,7 +77,7 @@ def test_a_long_prompt_is_never_held_whole() -> None:
     assert seen == {"embedding": {(2, 8), (2, 4), (2, 1)}, "head": {(2,), (2, 1)}}
 
 
-@pytest.mark.parametrize("capacity", [None, "static"])
+@pytest.mark.parametrize("capacity", ["static", *slow(None)])
 def test_the_kernels_say_the_same(capacity: str | None) -> None:
     model, (ids, mask, _) = decoder("tra", d_model=64).float(), padded([20, 6], 20, "left")
     said = []

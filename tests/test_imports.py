@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
+
 PACKAGE = Path(__file__).parent.parent / "tra"
-CORE = ("ops", "attention", "model", "tasks", "train")
+CORE = ("train", *slow("ops", "attention", "model", "tasks"))  # it imports the others
 LAYERS = ("ops", "attention", "model")
 
 

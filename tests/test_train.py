@@ -78,6 +78,7 @@ def test_a_run_is_a_folder(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights(tmp_path / "run")[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     """A small task to the end, with the mechanism that learns it soonest; the demo's test trains TRA."""
     changes = ["model.mechanism=rope", "task.arguments.length=16", "train.steps=300"]

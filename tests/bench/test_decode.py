@@ -60,6 +60,7 @@ def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "mismatches", lambda rows, **given: few(rows, **(given | small)))
 
 
+@pytest.mark.slow
 def test_the_rule_is_kept_and_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check(SMALL, CPU, torch.float16, context=1100)
     assert list(found) == [name + walk for name in GATES for walk in ("", ", full walk")]
@@ -113,6 +114,7 @@ def test_contenders_see_the_same_keys(layout: str) -> None:
     torch.testing.assert_close(out.double(), weights @ value, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said(quick_check: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_too_large", lambda *_: "needs 999 GiB, 1 GiB are free")
     found = bench_decode(CPU, shapes=(SMALL,), contexts=(40,), dtype=torch.float16, timer=Clock())
@@ -139,6 +141,7 @@ def test_windows_exceed_the_cache(shape: Shape, context: int, monkeypatch: pytes
     assert shape.bytes_of(context + (windows - 1) * min(context, bench.STEP)) < 40 << 30
 
 
+@pytest.mark.slow
 def test_a_trained_model(quick_check: None) -> None:
     run, clock = RunFolder.open(SHIPPED), Clock()
     tokens = np.random.default_rng(0).integers(0, 4, 100)
@@ -155,6 +158,7 @@ def test_a_trained_model(quick_check: None) -> None:
     assert output.isfinite().all()
 
 
+@pytest.mark.slow
 def test_sweep(quick_check: None) -> None:
     lines: list[str] = []
     found = sweep(

@@ -11,6 +11,7 @@ from tra.text import shipped_text
 from tra.verbs.bench import bench
 
 
+@pytest.mark.slow
 def test_a_row_per_size(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(10 * shipped_text().read_bytes())
     result = bench_prepare(tmp_path / "text.txt", megabytes=(1,))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import tra
+from tests.slow import slow
 from tra.attention import MECHANISMS
 from tra.hub import TRAConfig, TRAForCausalLM
 
 VOCABULARY = 31
 CACHED = [name for name, mechanism in MECHANISMS.items() if not mechanism.caches_more]
 STATIC = [name for name, mechanism in MECHANISMS.items() if mechanism.takes_key_lengths]
+QUICK = ("tra", "rope", "lstm")
+OTHERS = [name for name in MECHANISMS if name not in QUICK]
+SOME_MECHANISMS = pytest.mark.parametrize("mechanism", [*QUICK, *slow(*OTHERS)])
 
 
 def decoder_config(mechanism: str = "tra", **changes: Any) -> tra.DecoderConfig:

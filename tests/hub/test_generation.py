@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
-from tests.hub.models import CACHED, STATIC, VOCABULARY, language_model, padded, tokens
+from tests.hub.models import CACHED, SOME_MECHANISMS, STATIC, VOCABULARY, language_model, padded, tokens
 from tra.attention import MECHANISMS
 from tra.hub import TRAForCausalLM
 
@@ -37,7 +37,7 @@ def sharp(mechanism: str = "tra", **changes: Any) -> TRAForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("mechanism", list(MECHANISMS))
+@SOME_MECHANISMS
 @pytest.mark.parametrize("mode", list(MODES))
 def test_the_cache_changes_nothing(mechanism: str, mode: str) -> None:
     model = sharp(mechanism)

@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from tests.hub.models import config, language_model, tokens
-from tra.attention import MECHANISMS
+from tests.hub.models import SOME_MECHANISMS, config, language_model, tokens
 from tra.hub import TRAForCausalLM, TRAModel
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_tra.py"}
 
 
-@pytest.mark.parametrize("mechanism", list(MECHANISMS))
+@SOME_MECHANISMS
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shards", [False, True])
 def test_round_trip_to_the_bit(mechanism: str, tied: bool, shards: bool, tmp_path: Path) -> None:

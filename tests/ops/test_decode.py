@@ -19,7 +19,8 @@ from torch import Tensor
 import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding
-from tests.ops.test_fused import DEVICE, DTYPES, LENGTHS, WIDTHS
+from tests.ops.test_fused import DEVICE, DTYPES, LENGTHS, MOSTLY_HALF, WIDTHS
+from tests.slow import slow
 from tra.bench.decode import mismatches
 from tra.ops import decode, fused
 from tra.ops._tiles import Forward
@@ -27,7 +28,9 @@ from tra.ops._tiles import Forward
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
 )
-ALL_BOUNDS = pytest.mark.parametrize("score_bound", [None, 32.0], ids=["full", "early"])
+ALL_BOUNDS, MOSTLY_EARLY = (
+    pytest.mark.parametrize("score_bound", [32.0, *others], ids=["early", "full"]) for others in ([None], slow(None))
+)
 
 
 SHIPPED = {
@@ -75,22 +78,22 @@ def check(inputs: Inputs, seen: Tensor, plain_options: dict[str, float] | None =
 
 
 @ALL_BOUNDS
-@DTYPES
+@MOSTLY_HALF
 @pytest.mark.parametrize("length", [*LENGTHS, 1100])
 def test_lengths(length: int, dtype: torch.dtype, score_bound: float | None) -> None:
     inputs = inputs_here(length, heads=1, n_queries=1, n_keys=length, value_width=64, dtype=dtype)
     check(inputs, causal(1, length), score_bound=score_bound)
 
 
-@ALL_BOUNDS
-@pytest.mark.parametrize("n_queries", [1, 2, 3, 5, 8, 16])
+@MOSTLY_EARLY
+@pytest.mark.parametrize("n_queries", [16, *slow(1, 2, 3, 5, 8)])
 def test_several_queries_of_grouped_heads(n_queries: int, score_bound: float | None) -> None:
     """Up to 64 rows of a key head, in blocks of 16, 32 and 64."""
     inputs = inputs_here(n_queries, batch=1, heads=8, kv_heads=2, n_queries=n_queries, n_keys=200, value_width=40)
     check(inputs, causal(n_queries, 200), score_bound=score_bound)
 
 
-@DTYPES
+@MOSTLY_HALF
 @pytest.mark.parametrize("width", WIDTHS)
 def test_head_widths(width: int, dtype: torch.dtype) -> None:
     options = {"heads": 2, "n_queries": 2, "n_keys": 70, "width": width, "value_width": 272 - width}
@@ -98,7 +101,7 @@ def test_head_widths(width: int, dtype: torch.dtype) -> None:
     check(inputs, causal(2, 70), {"scale": 1 / width}, scale=1 / width)
 
 
-@pytest.mark.parametrize("width", [18, 20, 24, 40, 72])
+@pytest.mark.parametrize("width", [24, *slow(18, 20, 40, 72)])
 def test_rows_that_are_no_multiple_of_16(width: int) -> None:
     """Half precision copies 2, 4 or 8 numbers of a row at once."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -123,8 +126,8 @@ def test_rows_that_begin_anywhere() -> None:
     assert decode.takes(*odd.to(torch.float32)[:3])
 
 
-@ALL_BOUNDS
-@pytest.mark.parametrize("n_queries", [1, 4])
+@MOSTLY_EARLY
+@pytest.mark.parametrize("n_queries", [1, *slow(4)])
 def test_key_lengths(n_queries: int, score_bound: float | None) -> None:
     """Queries without a single key among them. What stands in slots beyond isn't read."""
     capacity = 400
@@ -140,9 +143,9 @@ def test_key_lengths(n_queries: int, score_bound: float | None) -> None:
     assert not clean[-1].any()
 
 
-@ALL_BOUNDS
+@MOSTLY_EARLY
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
-@pytest.mark.parametrize("length", [5, 63, 257])
+@pytest.mark.parametrize("length", [63, *slow(5, 257)])
 def test_padding(length: int, side: str, score_bound: float | None) -> None:
     """In the kernel: no copy of the keys without it, and what stands there isn't read."""
     mask = padding(side, 2, length)
@@ -182,17 +185,17 @@ def test_packed_sequences() -> None:
     assert compare._rms(out.double() - right) <= max(2 * compare._rms(plainly.double() - right), least)
 
 
-@pytest.mark.parametrize("threshold", [-0.7, 0.3, 0.75, -0.75, math.inf, -math.inf])
-@pytest.mark.parametrize("scale", [0.5, 0.3, -0.5])
+@pytest.mark.parametrize("threshold", [0.75, math.inf, *slow(0.3, -0.7, -0.75, -math.inf)])
+@pytest.mark.parametrize("scale", [0.5, -0.5, *slow(0.3)])
 def test_threshold_and_scale(threshold: float, scale: float) -> None:
     """Scores that fall on the threshold among them."""
     options = {"threshold": threshold, "scale": scale}
     check(inputs_here(1, batch=1, n_queries=4, n_keys=111), causal(4, 111), options, **options)
 
 
-@DTYPES
-@ALL_BOUNDS
-@pytest.mark.parametrize("gate", [-1000.0, -20.0, -3.0, -0.1, -1e-4, 0.0])
+@MOSTLY_HALF
+@MOSTLY_EARLY
+@pytest.mark.parametrize("gate", [-0.1, 0.0, *slow(-1000.0, -20.0, -3.0, -1e-4)])
 def test_gates(gate: float, score_bound: float | None, dtype: torch.dtype) -> None:
     query, key, value, log_forget = inputs_here(2, batch=1, n_queries=8, n_keys=300, dtype=dtype)
     inputs = Inputs(query, key, value, torch.full_like(log_forget, gate))
@@ -231,9 +234,9 @@ def at_the_bound(bound: float, gate: float, n_keys: int = 300) -> Inputs:
     return Inputs(*(x.to(DEVICE) for x in (query, key, value, torch.full((1, 1, 1), gate))))
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 2.0**-24])
-@pytest.mark.parametrize("gate", [-300.0, -2.5, -0.7, -1e-3, 0.0])
-@pytest.mark.parametrize("bound", [8.0, LARGEST * (1 - 1e-6), LARGEST * (1 + 1e-6), 60.0])
+@pytest.mark.parametrize("tolerance", [2.0**-24, *slow(0.0)])
+@pytest.mark.parametrize("gate", [-0.7, *slow(-300.0, -2.5, -1e-3, 0.0)])
+@pytest.mark.parametrize("bound", [LARGEST * (1 - 1e-6), LARGEST * (1 + 1e-6), *slow(8.0, 60.0)])
 def test_scores_at_the_bound(bound: float, gate: float, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kept key is as weak as can be, and older ones as strong: nothing may vanish that counts."""
     inputs = at_the_bound(bound, gate)
@@ -245,7 +248,7 @@ def test_scores_at_the_bound(bound: float, gate: float, tolerance: float, monkey
     assert bool((read[:, 0] == gate).all()) == (bound < LARGEST)
 
 
-@DTYPES
+@MOSTLY_HALF
 @ALL_BOUNDS
 def test_the_steepest_gate_there_is(score_bound: float | None, dtype: torch.dtype) -> None:
     """Its multiples overflow, in powers of two it does so itself; the nearest kept key is alone."""
@@ -254,7 +257,7 @@ def test_the_steepest_gate_there_is(score_bound: float | None, dtype: torch.dtyp
     check(inputs, causal(1, 300), score_bound=score_bound)
 
 
-@pytest.mark.parametrize("gate", [-300.0, -0.7])
+@pytest.mark.parametrize("gate", [-0.7, *slow(-300.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_pieces_that_keep_nothing(gate: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum of 0 says so, and nothing else does: not even a piece whose only key is as weak as can be."""
@@ -280,7 +283,7 @@ def test_rows_that_keep_nothing(score_bound: float | None) -> None:
     assert out[:, 0, 1].any()
 
 
-@DTYPES
+@MOSTLY_HALF
 def test_any_layout_in_memory(dtype: torch.dtype) -> None:
     """Columns apart, heads beside each other, a batch that is one tensor twice, a slice of a longer cache."""
     query, key, value, log_forget = inputs_here(4, heads=4, kv_heads=2, n_queries=3, n_keys=100, dtype=dtype)
@@ -393,6 +396,7 @@ def test_short_caches_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         attend(inputs_here(1, n_queries=1, n_keys=70))
 
 
+@pytest.mark.slow
 def test_every_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.empty` gives NaN here, so an element left out, or read before it is written, would show."""
     inputs = inputs_here(8, batch=1, heads=4, kv_heads=2, n_queries=3, n_keys=600)
@@ -417,7 +421,7 @@ def test_twice_run_is_bit_identical() -> None:
     assert torch.equal(attend(inputs, score_bound=32.0), attend(inputs, score_bound=32.0))
 
 
-@pytest.mark.parametrize("n_queries", [1, 5])
+@pytest.mark.parametrize("n_queries", [5, *slow(1)])
 @pytest.mark.parametrize("kind", ["growing", "lengths", "mask"])
 def test_a_stop_reads_no_further(n_queries: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With δ = -3 and scores up to 16 the rest weighs less than 2⁻²⁴ after some 12 kept keys.
@@ -515,8 +519,8 @@ def test_a_null_row_reads_on() -> None:
 
 
 @pytest.mark.parametrize("content", ["dense", "sparse", "null rows", "far and strong"])
-@pytest.mark.parametrize("gate", [-20.0, -3.0, -0.69, -0.13, -0.018, -1e-6, 0.0])
-@pytest.mark.parametrize("tolerance", [2.0**-24, 1e-2])
+@pytest.mark.parametrize("gate", [-0.69, *slow(-20.0, -3.0, -0.13, -0.018, -1e-6, 0.0)])
+@pytest.mark.parametrize("tolerance", [2.0**-24, *slow(1e-2)])
 def test_dropped_weight_is_within_tolerance(
     content: str, gate: float, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,8 +563,8 @@ def test_nan_shows() -> None:
         assert attend(lame, **options)[1, 1].isnan().all()
 
 
-@DTYPES
-@pytest.mark.parametrize("masked", [False, True])
+@MOSTLY_HALF
+@pytest.mark.parametrize("masked", [True, *slow(False)])
 def test_keeps_the_keys_that_the_forward_kernel_keeps(dtype: torch.dtype, masked: bool) -> None:
     """Unit vectors as values: an output is a row of weights, and 0 where a key is dropped. Scores are exact."""
     inputs = inputs_here(3, batch=2, kv_heads=1, n_queries=8, n_keys=128, dtype=dtype)
@@ -587,7 +591,7 @@ def test_random_scores_keep_the_keys_that_the_forward_kernel_keeps(width: int, r
         assert mismatches(rows, width=width, dtype=dtype, content=content) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32)], ids=str)
 def test_mismatches_are_counted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here on scores that are exact, and with a decode that drops the key of the highest weight."""
     options = {"width": 16, "dtype": dtype, "draws": 1, "heads": 1, "length": 32, "content": "exact", "device": DEVICE}
@@ -605,6 +609,7 @@ def test_mismatches_are_counted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 shapes = st.tuples(st.integers(1, 3), st.sampled_from([(1, 1), (2, 2), (4, 2), (4, 1)]), st.integers(1, 8))
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**20),
     shape=shapes,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tra
 from tests.ops import compare
+from tests.slow import slow
 from tra.ops import attention_map
 
 LENGTH = 1100
@@ -55,8 +56,8 @@ def dropped_weight(query: Tensor, key: Tensor, log_forget: Tensor, tolerance: fl
 
 
 @pytest.mark.parametrize("content", ["dense", "sparse", "null rows", "far and strong"])
-@pytest.mark.parametrize("gate", ["initialisation", "log-uniform", *map(str, GATES)])
-@pytest.mark.parametrize("tolerance", [None, 1e-3])
+@pytest.mark.parametrize("gate", ["log-uniform", *slow("initialisation", *map(str, GATES))])
+@pytest.mark.parametrize("tolerance", [None, *slow(1e-3)])
 def test_dropped_weight_is_within_tolerance(content: str, gate: str, tolerance: float | None) -> None:
     query, key = contents(content, 1)
     log_forget = gates(gate, 2)
@@ -65,6 +66,7 @@ def test_dropped_weight_is_within_tolerance(content: str, gate: str, tolerance: 
         assert float(dropped.max()) <= (2.0**-24 if tolerance is None else tolerance)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**20),
     content=st.sampled_from(["dense", "sparse", "null rows", "far and strong"]),

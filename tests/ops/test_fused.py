@@ -15,17 +15,18 @@ from torch import Tensor
 import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
+from tests.slow import slow
 from tra.ops import _tiles, attention_map, fused
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-LENGTHS = (1, 63, 111, 257)
-DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
-    ids=lambda dtype: str(dtype)[6:],
+LENGTHS = (63, *slow(1, 111, 257))
+BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+DTYPES, MOSTLY_HALF = (
+    pytest.mark.parametrize("dtype", [torch.float16, *others, BFLOAT16], ids=lambda dtype: str(dtype)[6:])
+    for others in ([torch.float32], slow(torch.float32))
 )
-WIDTHS = (16, 24, 64, 80, 128, 192, 256)
+WIDTHS = (80, *slow(16, 24, 64, 128, 192, 256))
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
 )
@@ -51,7 +52,7 @@ def check(
     compare.check(inputs, seen, "triton", plain_options, floor, **options)
 
 
-@DTYPES
+@MOSTLY_HALF
 @pytest.mark.parametrize("score_bound", [None, 8.0], ids=["online", "fixed"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int, score_bound: float | None, dtype: torch.dtype) -> None:
@@ -72,7 +73,7 @@ def test_a_thousand(dtype: torch.dtype) -> None:
     check(inputs, causal(1000, 1000), {"scale": 0.125}, scale=0.125, score_bound=8.0)
 
 
-@DTYPES
+@MOSTLY_HALF
 @pytest.mark.parametrize("width", WIDTHS)
 def test_head_widths(width: int, dtype: torch.dtype) -> None:
     inputs = inputs_here(width, batch=1, n_queries=70, width=width, dtype=dtype)
@@ -126,8 +127,8 @@ def test_key_mask_and_key_lengths_together() -> None:
     check(inputs, seen[:, None], key_mask=mask.to(DEVICE), key_lengths=lengths.to(DEVICE))
 
 
-@pytest.mark.parametrize("threshold", [-0.7, 0.3, 0.75, -0.75])
-@pytest.mark.parametrize("scale", [0.5, 0.3, -0.5])
+@pytest.mark.parametrize("threshold", [0.75, *slow(0.3, -0.7, -0.75)])
+@pytest.mark.parametrize("scale", [0.5, -0.5, *slow(0.3)])
 def test_threshold_and_scale(threshold: float, scale: float) -> None:
     """Scores that fall on the threshold among them."""
     options = {"threshold": threshold, "scale": scale}
@@ -142,16 +143,16 @@ def test_the_cut_decides_as_the_definition(scale: float, threshold: float) -> No
     assert torch.equal(x <= fused._cut(scale, threshold), x * scale <= threshold)
 
 
-@pytest.mark.parametrize("gate", [-20.0, -3.0, -0.1, -1e-4, 0.0])
-@pytest.mark.parametrize("score_bound", [None, 8.0])
+@pytest.mark.parametrize("gate", [-0.1, *slow(-20.0, -3.0, -1e-4, 0.0)])
+@pytest.mark.parametrize("score_bound", [8.0, *slow(None)])
 def test_gates(gate: float, score_bound: float | None) -> None:
     query, key, value, _ = inputs_here(2, batch=1, n_queries=150, dtype=torch.float16)
     inputs = Inputs(query, key, value, torch.full((1, 2, 150), gate, device=DEVICE, requires_grad=True))
     check(inputs, causal(150, 150), {"scale": 0.125}, scale=0.125, score_bound=score_bound)
 
 
-@pytest.mark.parametrize("score_bound", [None, 2.0, 8.0])
-@pytest.mark.parametrize("gate", [-20.0, -100.0, -1000.0])
+@pytest.mark.parametrize("score_bound", [8.0, *slow(None, 2.0)])
+@pytest.mark.parametrize("gate", [-1000.0, *slow(-20.0, -100.0)])
 def test_a_steep_gate_with_dropped_keys_nearby(gate: float, score_bound: float | None) -> None:
     """The nearest kept key takes all, however many dropped ones lie right of it."""
     query, key, value, _ = (x.detach() for x in inputs_here(2, batch=1, n_queries=150, dtype=torch.float16))
@@ -176,7 +177,7 @@ def test_dropout_does_not_overflow_a_half(rate: float) -> None:
         torch.testing.assert_close(got.double(), right.double(), rtol=4 * rounding, atol=4 * rounding)
 
 
-@pytest.mark.parametrize("score_bound", [None, 8.0])
+@pytest.mark.parametrize("score_bound", [8.0, *slow(None)])
 def test_rows_that_keep_nothing(score_bound: float | None) -> None:
     query, key, value, log_forget = exact_inputs(3, batch=1, n_queries=150, dtype=torch.float16)
     with torch.no_grad():
@@ -199,7 +200,7 @@ def test_random_scores_off_the_threshold() -> None:
     check(inputs, causal(130, 130) & ~near[:, None], key_mask=~near[0].to(DEVICE), score_bound=8.0)
 
 
-@pytest.mark.parametrize("lengths", [[5, 1, 130, 0, 64], [200], [1] * 40, [64, 64, 72]], ids=str)
+@pytest.mark.parametrize("lengths", [[5, 1, 130, 0, 64], *slow([200], [1] * 40, [64, 64, 72])], ids=str)
 def test_packed_sequences_equal_one_by_one(lengths: list[int]) -> None:
     total = sum(lengths)
     padded = inputs_here(4, batch=1, heads=4, kv_heads=2, n_queries=total)
@@ -219,8 +220,8 @@ def test_packed_sequences_equal_one_by_one(lengths: list[int]) -> None:
     compare.assert_within_rule(got, plainly, expected, floor)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-@DTYPES
+@pytest.mark.parametrize("chunked", [False, *slow(True)])
+@MOSTLY_HALF
 def test_any_layout_in_memory(dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns apart, heads beside each other, a batch that is one tensor twice, gradients that are one number."""
     if chunked:
@@ -242,7 +243,7 @@ def test_any_layout_in_memory(dtype: torch.dtype, chunked: bool, monkeypatch: py
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [True, *slow(False)])
 def test_dropout_is_the_reference_s_dropout(masked: bool) -> None:
     inputs = inputs_here(6, heads=4, kv_heads=2, n_queries=100, n_keys=150)
     mask = padding("middle", 2, 150).to(DEVICE) if masked else None
@@ -255,12 +256,14 @@ def test_dropout_is_the_reference_s_dropout(masked: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_twice_run_is_bit_identical() -> None:
     inputs, grad_out = inputs_here(7, heads=4, kv_heads=2, n_queries=200), torch.ones(2, 4, 200, 16, device=DEVICE)
     first, second = (run(inputs, grad_out, "triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_result_is_written(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.empty` gives NaN here, so an element left out, or read before it is written, would show."""
@@ -286,8 +289,8 @@ def test_every_result_is_written(masked: bool, monkeypatch: pytest.MonkeyPatch) 
             assert not result.isnan().any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@DTYPES
+@pytest.mark.parametrize("masked", [False, *slow(True)])
+@MOSTLY_HALF
 def test_chunks_of_rows_add_up(dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so little room that every block of rows is a chunk of its own."""
     inputs = inputs_here(9, heads=4, kv_heads=2, n_queries=150, n_keys=170, dtype=dtype)
@@ -313,9 +316,9 @@ def contents(kind: str, seed: int, length: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.mark.parametrize("content", ["dense", "sparse", "null rows", "far and strong"])
-@pytest.mark.parametrize("gate", [-20.0, -3.0, -0.69, -0.13, -0.018, -1e-6, 0.0])
-@pytest.mark.parametrize("tolerance", [2.0**-24, 1e-2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("gate", [-0.69, *slow(-20.0, -3.0, -0.13, -0.018, -1e-6, 0.0)])
+@pytest.mark.parametrize("tolerance", [2.0**-24, *slow(1e-2)])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32)], ids=str)
 def test_dropped_weight_is_within_tolerance(content: str, gate: float, tolerance: float, dtype: torch.dtype) -> None:
     """By the float64 definition, over the keys that the walk didn't read."""
     length = 2000 if ON_GPU else 300
@@ -348,7 +351,7 @@ def test_a_forgetful_head_stops_and_a_remembering_one_does_not() -> None:
     assert int(oldest_read((query, key, value, forgetful), 0.0).max()) == 0
 
 
-@pytest.mark.parametrize("score_bound", [None, 16.0])
+@pytest.mark.parametrize("score_bound", [16.0, *slow(None)])
 def test_gradients_with_a_stop_are_those_of_the_full_walk(score_bound: float | None) -> None:
     query, key, value = contents("dense", 6, 400)
     leaves = tuple(
@@ -428,6 +431,7 @@ def test_all_passes_keep_the_same_keys(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(out > 0, grad_value.mT > 0)
 
 
+@pytest.mark.slow
 def test_registered_with_torch_library() -> None:
     inputs = inputs_here(9, n_queries=40)
     first, last = (x.to(DEVICE, torch.int32) for x in (torch.zeros(2, 40), torch.arange(40).repeat(2, 1)))

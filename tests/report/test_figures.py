@@ -111,6 +111,7 @@ def test_runs_have_the_figures_that_there_is_data_for(tmp_path: Path) -> None:
     assert len(links(whole)) == 10
 
 
+@pytest.mark.slow
 def test_committed_runs_are_drawn_as_they_are(tmp_path: Path) -> None:
     """All mechanisms and seeds: a curve each, means as in eval.jsonl; figures small enough to keep."""
     runs = read_runs(sorted(path for path in RIVALS.iterdir() if path.is_dir()))

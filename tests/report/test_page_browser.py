@@ -120,6 +120,7 @@ def test_curves_are_drawn(opened: Any, file: Path) -> None:
     assert "Falls: RoPE, from 1.000 to 0.199 (0.199-0.200)" in page.locator(".summary").first.inner_text()
 
 
+@pytest.mark.slow
 def test_hover_tells_value_and_range(opened: Any, file: Path) -> None:
     page = opened(file).page
     plot = page.locator("[data-kind=length]")
@@ -132,6 +133,7 @@ def test_hover_tells_value_and_range(opened: Any, file: Path) -> None:
     assert "2 seeds" in text
 
 
+@pytest.mark.slow
 def test_a_mechanism_is_switched_off(opened: Any, file: Path) -> None:
     page = opened(file).page
     box = page.get_by_label("RoPE", exact=True)
@@ -143,6 +145,7 @@ def test_a_mechanism_is_switched_off(opened: Any, file: Path) -> None:
     assert visible(page, "training") == ["TRA", "RoPE"]
 
 
+@pytest.mark.slow
 def test_a_head_is_chosen(opened: Any, file: Path) -> None:
     page = opened(file).page
     image = page.locator(".map .heatmaplayer image").first
@@ -157,6 +160,7 @@ def test_a_head_is_chosen(opened: Any, file: Path) -> None:
     assert page.locator(".map .ytick text", has_text="∅").count() == 2  # the null row, in both panels
 
 
+@pytest.mark.slow
 def test_pointing_at_a_cell_tells_score_distance_and_weight(opened: Any, file: Path) -> None:
     page = opened(file).page
     plot = page.locator(".map").first
@@ -172,6 +176,7 @@ def test_pointing_at_a_cell_tells_score_distance_and_weight(opened: Any, file: P
         assert "weight 0.004" in text
 
 
+@pytest.mark.slow
 def test_a_table_is_sorted(opened: Any, file: Path) -> None:
     page = opened(file).page
     table = page.locator("table").first
@@ -212,6 +217,7 @@ def test_the_keyboard_is_enough(opened: Any, file: Path) -> None:
     assert page.locator("details[open]").count() == 1
 
 
+@pytest.mark.slow
 def test_dark_is_asked_for_or_toggled(opened: Any, file: Path) -> None:
     def ground(page: Any) -> int:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -225,6 +231,7 @@ def test_dark_is_asked_for_or_toggled(opened: Any, file: Path) -> None:
     assert light.evaluate(font) == dark.evaluate(font) == "#e7e8ea"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1400])
 def test_nothing_is_wider_than_the_screen(opened: Any, file: Path, width: int, tmp_path: Path) -> None:
     page = opened(file, width=width).page
@@ -237,6 +244,7 @@ def test_nothing_is_wider_than_the_screen(opened: Any, file: Path, width: int, t
     assert (tmp_path / f"page-{width}.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_it_prints_narrow_and_light(opened: Any, file: Path, tmp_path: Path) -> None:
     page = opened(file, color_scheme="dark").page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")

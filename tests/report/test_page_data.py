@@ -204,6 +204,7 @@ def test_committed_runs_are_shown(folder: str, tmp_path: Path) -> None:
     assert 4e6 < (tmp_path / "new" / "page.html").stat().st_size < 15e6
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_with_what_there_is(tmp_path: Path) -> None:
     make_run(tmp_path / "good", "tra")
 

@@ -314,6 +314,7 @@ def test_bad_input_gets_one_clear_line_and_status_2(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

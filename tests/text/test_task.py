@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.slow import slow
 from tra.presets import preset
 from tra.tasks import Batch, generator
 from tra.text import VOCABULARIES, Tokenizer, load_tokenizer, shipped_text
@@ -209,6 +210,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_training_on_it_is_one_clear_line(stores: Path, name: str) -> None:
     data = f"task.arguments.data=stores/{name}"
@@ -227,19 +229,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--text", "stores/missing"), BAD["missing"].format("stores/missing")),
         (("--text", "stores/gpt2"), "gpt2 has the tokenizer 'gpt2', the run 'bytes'"),
-        (("--text", "stores/outside", "--windows", "8"), BAD["outside"]),
-        (
-            ("--text", "stores/short", "--windows", "8", "15"),
-            "a window of 15 tokens is longer than short, which has 14",
+        *slow(
+            (("--text", "stores/missing"), BAD["missing"].format("stores/missing")),
+            (("--text", "stores/outside", "--windows", "8"), BAD["outside"]),
+            (
+                ("--text", "stores/short", "--windows", "8", "15"),
+                "a window of 15 tokens is longer than short, which has 14",
+            ),
+            (("--text", "stores/damaged"), BAD["damaged"]),
+            (("--windows", "7", "--overlap", "half"), "even to overlap by half, got 7"),
+            (("--windows", "0"), "a window must be at least 1"),
+            (("--examples", "3"), "--splits, --examples and --rows are for tasks; this run learnt text"),
+            (("--text", "stores/short", "stores/../stores/short"), "two texts have the same name"),
+            (("--maps", "-1"), "--maps must not be negative, got -1"),
         ),
-        (("--text", "stores/damaged"), BAD["damaged"]),
-        (("--windows", "7", "--overlap", "half"), "even to overlap by half, got 7"),
-        (("--windows", "0"), "a window must be at least 1"),
-        (("--examples", "3"), "--splits, --examples and --rows are for tasks; this run learnt text"),
-        (("--text", "stores/short", "stores/../stores/short"), "two texts have the same name"),
-        (("--maps", "-1"), "--maps must not be negative, got -1"),
     ],
 )
 def test_evaluating_it_is_one_clear_line(stores: Path, trained: Path, arguments: tuple[str, ...], message: str) -> None:

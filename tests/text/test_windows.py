@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.slow import slow
 from tra.tasks import stream_seed
 from tra.text.windows import shuffled, training_windows, windows_per_epoch
 
@@ -79,7 +80,7 @@ def test_order_looks_random(seed: int) -> None:
     assert abs(np.corrcoef(first, epoch(0, tokens=160_000, seed=seed + 5) // WINDOW)[0, 1]) < bound
 
 
-@pytest.mark.parametrize("size", [3, 10, 33])
+@pytest.mark.parametrize("size", [10, *slow(3, 33)])
 def test_every_place_goes_everywhere_equally_often(size: int) -> None:
     """Over keys as runs have them: χ² within five deviations of what chance gives."""
     times = 4000
