@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tra.attention import MECHANISMS
+from tra.bench.decode import LAYOUTS
 from tra.cli import VERBS
 from tra.hub.export import export_run
 from tra.presets import PRESETS
@@ -78,6 +79,13 @@ def test_its_speeds_are_those_of_the_log() -> None:
             found = [find(contender, mode, length, gates, content)["times_flash"] for length in lengths]
             cells += [f" {times:.{digits}f}× " for times in found] + [" "] * (2 - len(found))
         assert f"| {label} |{'|'.join(cells)}|" in README
+    language = {
+        (row["mode"], row["length"]): f"{row['times_flash']:.1f}×"
+        for row in json.loads((ROOT / "results/bench/op-language.json").read_text())["rows"]
+        if row["contender"] == "tra"
+    }
+    cells = [language[mode, length] for mode in ("forward", "forward and backward") for length in (16_384, 65_536)]
+    assert f"| a trained language model's heads | {' | '.join(cells)} |" in README
     ours, plain = (find(name, "forward and backward", 4096) for name in ("tra", "plain, compiled"))
     assert f"{plain['ms'] / ours['ms']:.0f} times as\nfast with backward" in README
     assert f"in a {plain['peak_mib'] / ours['peak_mib']:.0f}th of the memory" in README
@@ -85,6 +93,40 @@ def test_its_speeds_are_those_of_the_log() -> None:
     million = find("tra", "forward and backward", 2**20)
     assert f"{million['ms'] / 1000:.2f} s, {million['peak_mib'] / 1024:.0f} GiB" in README
     assert million["finite"]
+
+
+def test_its_decoding_is_that_of_the_logs() -> None:
+    rows = json.loads((ROOT / "results/bench/decode.json").read_text())["rows"]
+
+    def cell(batch: int, gates: str, context: int) -> str:
+        wanted = {"contender": "tra", "batch": batch, "heads": 8, "gates": gates, "context": context}
+        (row,) = [row for row in rows if row["layout"] == LAYOUTS[0] and wanted.items() <= row.items()]
+        return f"{row['ms'] * 1000:.1f}, {row['times_sdpa']:.1f}×"
+
+    for gates, label, batch in (
+        ("init", "gates at initialisation, batch 1", 1),
+        ("init", "gates at initialisation, batch 32", 32),
+        ("-0.001", "δ = −0.001, batch 1", 1),
+    ):
+        cells = " | ".join(cell(batch, gates, context) for context in (1024, 16_384, 65_536, 262_144))
+        assert f"| {label} | {cells} |" in README
+    layers = json.loads((ROOT / "results/bench/decode-language.json").read_text())["rows"]
+    ranges = []
+    for context in (16_384, 65_536):
+        times = [row["times_sdpa"] for row in layers if row["contender"] == "tra" and row["context"] == context]
+        ranges.append(f"{min(times):.1f} to {max(times):.1f}×")
+    assert f"| a trained language model's layers, batch 1 | | {' | '.join(ranges)} | |" in README
+    speeds = [
+        row["tokens_per_second"]
+        for batch in (1, 32)
+        for name in ("tra", "rope")
+        for row in json.loads((ROOT / f"results/bench/generate-{name}.json").read_text())["rows"]
+        if row["graph"] and row["prompt"] == 4096 and row["batch"] == batch
+    ]
+    one, rival, many, rivals = (f"{speed:,.0f}" for speed in speeds)
+    assert f"{one} tokens per second with TRA and {rival} with RoPE, in a batch of 32 {many} and {rivals}" in (
+        README.replace("\n", " ")
+    )
 
 
 def test_its_training_steps_are_those_of_the_log() -> None:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from tra.ops import _decode_kernel, _kernels, _tiles, decode
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "INNER", "OFFSETS", "SLOPES", "DFORGET", "PARTS", "STATS")
+FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "INNER", "OFFSETS", "SLOPES", "DFORGET", "FACTOR", "PARTS", "STATS")
 TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN"), "i32")
 FLOATS = ("score_scale", "scale", "cut", "bound", "log_tolerance", "drop_scale")
 ABSENT = ("FIRST", "LAST", "SEED", "MASK")
@@ -27,7 +27,7 @@ ONE = ("stride_f", "stride_df", "group")
 ROUND = ("n_queries", "n_rows", "chunk")
 
 
-def compiled(kernel: Any, warps: int, stages: int, constants: dict[str, Any]) -> Any:
+def compiled(kernel: Any, warps: int, stages: int, constants: dict[str, Any], registers: int = 0) -> Any:
     """For plainly causal inputs of one head per key head; lengths, strides and pointers are multiples of 16."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
@@ -43,7 +43,7 @@ def compiled(kernel: Any, warps: int, stages: int, constants: dict[str, Any]) ->
             if name in ROUND or (name.startswith("stride") and name != "stride_s"):
                 hints[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, hints)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -69,8 +69,8 @@ def loops(sass: str) -> list[int]:
     return [b - a + 1 for a, b in sorted(inner)]
 
 
-def show(name: str, kernel: Any, warps: int, stages: int, constants: dict[str, Any]) -> None:
-    made = compiled(kernel, warps, stages, constants)
+def show(name: str, kernel: Any, warps: int, stages: int, constants: dict[str, Any], registers: int = 0) -> None:
+    made = compiled(kernel, warps, stages, constants, registers)
     verbose = said(
         "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", content=made.asm["ptx"].encode(), suffix=".ptx"
     )
@@ -87,15 +87,21 @@ def main() -> None:
     for width in (64, 128):
         size = {"D": width, "DV": width, "BD": width, "BDV": width, "PRECISION": "ieee"}
         plain = {"RANGES": False, "ONLINE": False, "EXACT": False, "DROPOUT": False} | size
-        (forward, *_), (backward, *_) = _tiles.FORWARD[2, width], _tiles.BACKWARD[2, width]
+        (forward, *_) = _tiles.FORWARD[2, width]
         block = {"BM": forward.rows, "BN": forward.keys, "STEEPEST": 120.0}
         more = {"NORMS": False, "EARLY": False, "KEEP_LOW": False, "SHIFT": 0.0}
-        show(f"forward, {width}", _kernels.forward_kernel, forward.warps, forward.stages, plain | block | more)
-        block = {"BM": backward.rows, "BN": backward.keys, "STEEPEST": 120.0, "EARLY": False}
-        kernel = _kernels.query_gradient_kernel
-        show(f"dq, {width}", kernel, backward.query_warps, backward.query_stages, plain | block)
+        kernel = _kernels.forward_kernel
+        show(f"forward, {width}", kernel, forward.warps, forward.stages, plain | block | more, forward.registers)
+        for walks, table in (("long", _tiles.BACKWARD), ("short", _tiles.BACKWARD_SHORT)):
+            (backward, *_) = table[2, width]
+            block = {"BM": backward.rows, "BN": backward.query_keys, "COARSER": backward.keys // backward.query_keys}
+            more = {"STEEPEST": 120.0, "EARLY": False, "NORMED": True}
+            show(
+                f"dq, {walks} walks, {width}", _kernels.query_gradient_kernel, backward.query_warps,
+                backward.query_stages, plain | block | more, backward.query_registers,
+            )  # fmt: skip
         block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
-        more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False}
+        more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "NORMED": True}
         kernel = _kernels.key_gradient_kernel
         show(f"dk dv, {width}", kernel, backward.key_warps, backward.key_stages, plain | block | more)
         (tile, *_) = decode.TILES[2, width]
