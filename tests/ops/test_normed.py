@@ -16,6 +16,7 @@ from tests.ops.compare import Inputs, causal, exact_inputs
 from tests.ops.test_fused import DEVICE, DTYPES
 from tra.attention import ThresholdRelativeAttention
 from tra.attention import tra as layer_file
+from tra.attention._base import Given
 from tra.ops import fused
 from tra.ops.api import attention_of_normalised, takes_norm
 from tra.ops.fused import normalised
@@ -116,6 +117,21 @@ def test_the_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 1
     for one, other in zip(fast, usual, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_of_ones_own_is_asked() -> None:
+    """One that attends otherwise, or to other heads."""
+
+    class Twice(ThresholdRelativeAttention):
+        def attend(self, given: Given) -> Tensor:
+            return 2 * super().attend(given)
+
+    torch.manual_seed(0)
+    layer, twice = (kind(32, 2, impl="triton").to(DEVICE) for kind in (ThresholdRelativeAttention, Twice))
+    twice.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    bias = layer.out.bias
+    torch.testing.assert_close(twice(x) - bias, 2 * (layer(x) - bias))
 
 
 def test_whom_it_is_for() -> None:

@@ -96,7 +96,8 @@ class ThresholdRelativeAttention(Attention):
         """See `Attention`. Plain training has its norm's gradient worked out by the kernels."""
         plain = key_mask is None and cache is None and document_ids is None
         by_kernels = self.impl == "triton" or (self.impl == "auto" and x.is_cuda)
-        if plain and by_kernels and self.qk_norm and not self.rotary and torch.is_grad_enabled():
+        ours = type(self).heads is Attention.heads and type(self).attend is ThresholdRelativeAttention.attend
+        if plain and by_kernels and ours and self.qk_norm and not self.rotary and torch.is_grad_enabled():
             self._check(x)
             query, key, value = (y.transpose(1, 2) for y in self.projected(x))
             if takes_norm(query, value, self.impl):

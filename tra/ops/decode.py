@@ -52,10 +52,11 @@ TILES: dict[tuple[int, int], tuple[Forward, ...]] = {
 UNIT = 8
 """Numbers that rows of keys and values are a multiple of, or the largest part of it that they are, for the kernel to
 know. Rows of 24 are not a multiple of 16, which is all that Triton asks of its own accord, so it copied keys through
-registers, number by number, and its products of 64 such keys were wrong on an H200 (Triton 3.6; 32 keys, and copies
-that don't wait, were right). Two numbers, four bytes, are the least that can be copied without waiting."""
+registers, number by number, and products of 64 such keys were wrong on an H200. The PTX is right; ptxas 12.8.93, which
+Triton 3.6 brings, loses the address of a buffer that such keys share with what comes after them (12.9 doesn't). Two
+numbers, four bytes, are the least that can be copied without waiting, into buffers of their own."""
 NARROWEST = 64
-"""Columns of queries and keys on a GPU, the rest zeros: with fewer not all tests have passed on an H200."""
+"""Columns of queries and keys on a GPU, the rest zeros, as an H200 has been tested with."""
 INTERPRETED = (Forward(16, 32, 4, 1),)
 SPAN = 126 - 24
 """Powers of two between a row's highest and lowest score up to which its reference needn't run: see `_fixed`."""
