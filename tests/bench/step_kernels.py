@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -23,20 +24,26 @@ from tra.train import Trainer
 STEPS, SHOWN = 9, 30
 
 
+def kernel_times(call: Callable[[], object], number: int) -> dict[str, list[float]]:
+    """Microseconds of every kernel of `number` calls, by name."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(number):
+            call()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in profiled.events() or []:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.device_time)
+    return times
+
+
 def main(mechanism: str, shape: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(run_config(mechanism, SHAPES[shape]), RunFolder(Path(folder)), torch.device("cuda"))
         batch = trainer.next_batch()
         trainer.optimise(batch)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            for _ in range(STEPS):
-                trainer.optimise(batch)
-            torch.cuda.synchronize()
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in profiled.events() or []:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name].append(event.device_time)
+        times = kernel_times(lambda: trainer.optimise(batch), STEPS)
     rows = sorted(((median(t) * len(t) / STEPS, len(t) / STEPS, name) for name, t in times.items()), reverse=True)
     print(f"{mechanism}, {SHAPES[shape]}: {sum(row[0] for row in rows):.0f} us in kernels")
     for microseconds, number, name in rows[:SHOWN]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import tra
+from tests.bench.step_kernels import kernel_times
 from tra.bench import kernels as bench
 from tra.ops import _tiles
 from tra.ops._tiles import Backward, Forward
@@ -70,16 +69,8 @@ def compile_one(width: int, tile: Forward | Backward) -> None:
 def microseconds(inputs: list[Tensor], bound: float, tolerance: float | None) -> dict[str, float]:
     for _ in range(2):
         call(inputs, bound, tolerance)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(6):
-            call(inputs, bound, tolerance)
-        torch.cuda.synchronize()
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in profiled.events() or []:
-        if event.name in KERNELS:
-            times[event.name].append(event.device_time)
-    return {name: round(median(found), 1) for name, found in times.items()}
+    times = kernel_times(lambda: call(inputs, bound, tolerance), 6)
+    return {name: round(median(found), 1) for name, found in times.items() if name in KERNELS}
 
 
 def main(shapes: Shapes) -> None:
