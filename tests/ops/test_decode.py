@@ -120,6 +120,9 @@ def test_rows_that_begin_anywhere() -> None:
             x[shift:].view(1, 2, 150, width)[..., :16].copy_(y) for x, y in zip(room, inputs[1:3], strict=True)
         )
         assert key.data_ptr() % 16 == 2 * shift
+        copied = decode._aligned(key)
+        assert copied.is_contiguous()
+        assert copied.data_ptr() % 16 == 0
         assert torch.equal(attend(inputs._replace(key=key, value=value)), right)
     odd = inputs_here(0, batch=1, heads=2, n_queries=2, n_keys=150, width=17, dtype=dtype)
     assert not decode.takes(*odd[:3])

@@ -101,7 +101,7 @@ def gates_of(name: str, shape: Shape, device: torch.device) -> Tensor:
 def make_given(shape: Shape, context: int, device: torch.device, dtype: torch.dtype, layout: str = LAYOUTS[0]) -> Given:
     """Normalised random queries and keys: half of the keys are kept.
 
-    Drawn sequence by sequence, as PyTorch's norm goes wrong on more than 2^31 numbers at once.
+    Drawn sequence by sequence: walks over more than 2^31 numbers, drawn and normalised at once, went on to the end.
     """
     windows, step = windows_for(shape, context, device), min(context, STEP)
     draws = torch.Generator(device).manual_seed(0)

@@ -52,9 +52,9 @@ TILES: dict[tuple[int, int], tuple[Forward, ...]] = {
 UNIT = 8
 """Numbers that rows of keys and values are a multiple of, or the largest part of it that they are, for the kernel to
 know. Rows of 24 are not a multiple of 16, which is all that Triton asks of its own accord, so it copied keys through
-registers, number by number, and products of 64 such keys were wrong on an H200. The PTX is right; ptxas 12.8.93, which
-Triton 3.6 brings, loses the address of a buffer that such keys share with what comes after them (12.9 doesn't). Two
-numbers, four bytes, are the least that can be copied without waiting, into buffers of their own."""
+registers, number by number, and products of 64 such keys were wrong on an H200. The PTX is right; by its SASS, ptxas
+12.8.93, which Triton 3.6 brings, loses the address of a buffer that such keys share with what comes after them (12.9
+doesn't). Two numbers, four bytes, are the least that can be copied without waiting, into buffers of their own."""
 NARROWEST = 64
 """Columns of queries and keys on a GPU, the rest zeros, as an H200 has been tested with."""
 INTERPRETED = (Forward(16, 32, 4, 1),)
@@ -201,10 +201,9 @@ def attend(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """As it is, if rows begin at multiples of UNITs, or at least of two numbers."""
-    if x.dtype == torch.float32:
-        return x if x.stride(-1) == 1 else x.contiguous()
-    whole = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    """As it is if its rows are whole and, in half precision, begin at even numbers from an aligned address."""
+    even = all(stride % 2 == 0 for stride in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    whole = x.stride(-1) == 1 and (even or x.dtype == torch.float32)
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
