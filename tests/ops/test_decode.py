@@ -66,13 +66,17 @@ def attend(inputs: tuple[Tensor, ...], **options: object) -> Tensor:
 
 
 def check(inputs: Inputs, seen: Tensor, plain_options: dict[str, float] | None = None, **options: object) -> Tensor:
-    """By the rule: twice plain PyTorch's error, or one rounding of a typical value in the precision of the sums."""
+    """By the rule: twice plain PyTorch's error, or one rounding of a typical value in the precision of the sums.
+
+    A GPU's exponential (`ex2.approx`, by the PTX manual) may itself be off by two.
+    """
     got = attend(inputs, **options)
     with torch.no_grad():
         right = tra.threshold_relative_attention(*inputs.to(torch.float64), impl="reference", **options)
         plainly = compare.plain(*inputs, seen.to(DEVICE), **(plain_options or {}))
     error, allowed = (compare._rms(x.double() - right) for x in (got, plainly))
-    least = torch.finfo(torch.float32).eps * compare._rms(inputs.value.double())
+    roundings = 2 if DEVICE == "cuda" else 1
+    least = roundings * torch.finfo(torch.float32).eps * compare._rms(inputs.value.double())
     assert error <= max(2 * allowed, least), f"error {error:.3g}, plain PyTorch's {allowed:.3g}"
     return got
 
@@ -267,7 +271,7 @@ def test_pieces_that_keep_nothing(gate: float, dtype: torch.dtype, monkeypatch: 
     bound = 8.0 if dtype == torch.float16 else LARGEST * (1 - 1e-6)
     query, key, value, log_forget = at_the_bound(bound, gate)
     inputs = Inputs(query.to(dtype), -key.abs().to(dtype), value.to(dtype), log_forget)
-    mask = (torch.arange(300, device=DEVICE) % 64 == 5)[None]
+    mask = (torch.arange(300, device=DEVICE) % 128 == 5)[None]  # blocks have up to 64 keys
     options = {"threshold": -math.inf, "score_bound": bound, "tolerance": 0.0, "key_mask": mask}
     check(inputs, causal(1, 300) & mask[:, None, None].cpu(), {"threshold": -math.inf}, **options)
     _, found = pieces_of(inputs, monkeypatch, **options)
