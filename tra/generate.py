@@ -235,8 +235,8 @@ def _stays_on_the_device(model: Decoder, device: torch.device) -> bool:
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.head.weight.dtype
     for layer in model.modules():
         if isinstance(layer, ThresholdRelativeAttention) and layer.impl != "triton":
-            alike = torch.empty(1, 1, 1, layer.head_width, dtype=dtype, device=device)
-            if layer.impl != "auto" or not is_the_best_choice(alike, alike):
+            best = layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width)
+            if not best:
                 return False
     return True
 

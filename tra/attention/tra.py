@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tra.attention._base import NORM_EPS, Attention, Given
 from tra.attention._cache import LayerCache, StaticLayerCache
@@ -23,7 +23,7 @@ from tra.ops import (
 from tra.ops._bound import log_rest
 from tra.ops._inputs import Visible, check_options, default_tolerance
 from tra.ops._softmax import softmax_or_nothing
-from tra.ops.api import attention_of_normalised, takes_norm
+from tra.ops.projected import Weights, attention_of_projections, takes_projections
 from tra.ops.reference import reference_map
 
 
@@ -93,17 +93,32 @@ class ThresholdRelativeAttention(Attention):
         cache: LayerCache | StaticLayerCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """See `Attention`. Plain training has its norm's gradient worked out by the kernels."""
-        plain = key_mask is None and cache is None and document_ids is None
-        by_kernels = self.impl == "triton" or (self.impl == "auto" and x.is_cuda)
-        ours = type(self).heads is Attention.heads and type(self).attend is ThresholdRelativeAttention.attend
-        if plain and by_kernels and ours and self.qk_norm and not self.rotary and torch.is_grad_enabled():
+        """See `Attention`. In plain training all up to the output's projection is one operator."""
+        if key_mask is None and cache is None and document_ids is None and self._is_one_operator(x):
             self._check(x)
-            query, key, value = (y.transpose(1, 2) for y in self.projected(x))
-            if takes_norm(query, value, self.impl):
-                out = attention_of_normalised(query, key, value, self.log_forget(x), eps=NORM_EPS, **self._options)
-                return self.out(out.transpose(1, 2).flatten(2))
+            with torch.no_grad():
+                log_forget = self.log_forget(x)
+            gates = (self.gate.weight, self.gate.bias) if self.gated else ()
+            weights = Weights(self.query.weight, self.key.weight, self.value.weight, *gates)
+            x = x.to(_compute_dtype(x))
+            out = attention_of_projections(x, weights, log_forget, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
+            return self.out(out.transpose(1, 2).flatten(2))
         return super().forward(x, key_mask, cache, document_ids)
+
+    def _is_one_operator(self, x: Tensor) -> bool:
+        """Where gradients are wanted, the kernels can be had, and nothing has been put in a projection's place."""
+        ours = type(self).heads is Attention.heads and type(self).attend is ThresholdRelativeAttention.attend
+        projections = [self.query, self.key, self.value, *([self.gate] if self.gated else [])]
+        cast = torch.is_autocast_enabled(x.device.type)
+        return (
+            torch.is_grad_enabled()
+            and (cast or x.dtype == self.query.weight.dtype)
+            and self.qk_norm
+            and not self.rotary
+            and ours
+            and all(_is_plain(layer) for layer in projections)
+            and takes_projections(x.device, _compute_dtype(x), self.head_width, self.impl)
+        )
 
     def attend(self, given: Given) -> Tensor:
         options = self._options | {"impl": self.impl}
@@ -176,6 +191,17 @@ class ThresholdRelativeAttention(Attention):
             "null": (~kept.any(-1) & rows).sum((0, 2)) / rows.sum(),
             "log_forget": (log_forget * rows).sum((0, 2)) / rows.sum(),
         }
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether to call it is to multiply by its weight: no subclass, adapter or hook."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) in (nn.Linear, ForgetGate) and not any(hooks) and "forward" not in vars(layer)
 
 
 def _document_ends(document_ids: Tensor) -> Tensor:

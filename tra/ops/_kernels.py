@@ -83,6 +83,13 @@ def _weights(b_x, b_one, MASKED: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.c
 
 
 @triton.jit
+def _forgotten(b_forget):
+    """1 - exp δ, by its series near 0."""
+    b_series = -b_forget * (1.0 + b_forget * (0.5 + b_forget * (1.0 / 6.0 + b_forget * (1.0 / 24.0))))
+    return tl.where(b_forget > -0.05, b_series, 1.0 - tl.exp(b_forget))
+
+
+@triton.jit
 def _before_norm(b_grad, b_hat, p_factor, m, WIDTH: tl.constexpr):
     """The gradient of rows that were divided by their root mean square, from that of the result `b_hat`."""
     b_hat = b_hat.to(tl.float32)
@@ -278,11 +285,10 @@ def forward_kernel(
         b_most = tl.max(b_wide, 1)
         b_unit = b_wide / tl.where(b_most == 0.0, 1.0, b_most)[:, None]
         b_bound = bound * (b_most * tl.sqrt(tl.sum(b_unit * b_unit, 1)) * tl.load(LONGEST + i_bh // group))
-    b_geometric = b_slope  # Σ exp(δ t) over t = 0, 1, ...: 1 / (1 - exp δ), by its series near 0
+    b_geometric = b_slope  # Σ exp(δ t) over t = 0, 1, ...: 1 / (1 - exp δ)
     if EARLY:
         b_forget = b_slope if EXACT else b_slope / LOG2_E
-        b_series = -b_forget * (1.0 + b_forget * (0.5 + b_forget * (1.0 / 6.0 + b_forget * (1.0 / 24.0))))
-        b_geometric = 1.0 / tl.where(b_forget > -0.05, b_series, 1.0 - tl.exp(b_forget))
+        b_geometric = 1.0 / _forgotten(b_forget)
         b_first = tl.where(m_m & (b_last >= b_first), b_first, FAR)  # rows that see nothing hold nobody up
 
     b_ref = b_bound + b_slope - SHIFT  # no logit is higher: the nearest kept key has n = 1
@@ -373,14 +379,14 @@ def query_gradient_kernel(
     chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     COARSER: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr,
-    DROPOUT: tl.constexpr, NORMED: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, BEFORE: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The forward's walk again, for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
     Leaves for `key_gradient_kernel`: INNER, Σ P dP per row; SLOPES; OFFSETS `[B H, n_blocks, n_rows]`, slope · (keys
     kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block visited. A block of
-    keys is COARSER times as long there. NORMED: the gradient is that of queries before their norm, which multiplied
-    rows by FACTOR.
+    keys is COARSER times as long there. BEFORE: gradients are those of queries before their norm, which multiplied rows
+    by FACTOR, and of gates before log σ.
     """
     blocks = n_rows // BM
     i_bh, i_m = _head_and_block(blocks, EARLY)
@@ -441,10 +447,12 @@ def query_gradient_kernel(
     tl.store(INNER + o_row, b_inner, mask=m_m)
     p_dq = DQ + i_b * stride_dqb + i_h * stride_dqh
     b_dq *= scale
-    if NORMED:  # queries are read again: held all the way they would cost the loop registers
+    if BEFORE:  # queries are read again: held all the way they would cost the loop registers
         b_q = _load_tile(Q + i_b * stride_qb + i_h * stride_qh, start, stride_q, n_queries, D, BD, BM, True)
         b_dq = _before_norm(b_dq, b_q, FACTOR + o_row, m_m, D)
     _store_tile(p_dq, start, stride_dq, n_queries, b_dq, D, BD, BM)
+    if BEFORE:
+        b_dforget *= _forgotten(tl.load(p_forget, mask=m_m, other=0.0))
     p_dforget = DFORGET + i_b * stride_dfb + i_h * stride_dfh + o_m.to(tl.int64) * stride_df
     tl.store(p_dforget, b_dforget, mask=m_m)
 
@@ -508,12 +516,12 @@ def key_gradient_kernel(
     seen, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RATIO: tl.constexpr, EVEN: tl.constexpr, RANGES: tl.constexpr, SKIP: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
+    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys gathers its gradients from the row blocks of a chunk whose walk came by, in their order.
 
     SKIP: some walks stopped early or started late, so each is asked; RATIO of the row blocks here make one there.
-    EVEN: no row block reaches beyond the queries. ACCUMULATE: on top of former chunks' sums. NORMED: the
+    EVEN: no row block reaches beyond the queries. ACCUMULATE: on top of former chunks' sums. BEFORE: the
     gradient is that of keys before their norm, which multiplied rows by FACTOR.
     """
     j = tl.program_id(0) % seen  # oldest keys first: most queries see them
@@ -579,7 +587,7 @@ def key_gradient_kernel(
             _store_tile(p_dv, j * BN, stride_dv, n_keys, b_dv, DV, BDV, BN)
     else:
         _store_tile(p_dv, j * BN, stride_dv, n_keys, b_dv, DV, BDV, BN)
-        if NORMED:  # keys are read again, likewise, and after a store, or the compiler would hold them
+        if BEFORE:  # keys are read again, likewise, and after a store, or the compiler would hold them
             b_k = _load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_keys, D, BD, BN, True)
             b_dk = _before_norm(b_dk, b_k, FACTOR + i_bk.to(tl.int64) * n_keys + o_k, o_k < n_keys, D)
         _store_tile(p_dk, j * BN, stride_dk, n_keys, b_dk, D, BD, BN)

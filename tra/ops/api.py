@@ -11,7 +11,7 @@ from tra.ops import _inputs
 from tra.ops._dropout import draw_seed
 from tra.ops._inputs import Visible, without_autocast
 from tra.ops.blockwise import blockwise
-from tra.ops.fused import fused, is_the_best_choice, normalised, why_not
+from tra.ops.fused import fused, is_the_best_choice
 from tra.ops.reference import AttentionMap, reference, reference_map
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
@@ -112,43 +112,6 @@ def threshold_relative_attention_varlen(
     return out[0].transpose(0, 1)
 
 
-def takes_norm(query: Tensor, value: Tensor, impl: str) -> bool:
-    """Whether `attention_of_normalised` can be had: it is the kernels' alone."""
-    return is_the_best_choice(query, value) if impl == "auto" else impl == "triton" and why_not(query, value) is None
-
-
-def attention_of_normalised(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_forget: Tensor,
-    *,
-    eps: float,
-    threshold: float = 0.0,
-    score_bound: float | None = None,
-    dropout: float = 0.0,
-    tolerance: float | None = None,
-) -> Tensor:
-    """`threshold_relative_attention` of queries and keys over their root mean square, by the kernels, for training.
-
-    The gradients of queries and keys are written once, those of the normalised ones never.
-    """
-    _inputs.check_attention(query, key, value, log_forget, None, None)
-    scale = query.shape[-1] ** -0.5
-    _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
-    seed = draw_seed(query.device) if dropout > 0 else None
-    tolerance = _inputs.default_tolerance(query.dtype) if tolerance is None else tolerance
-    with without_autocast(query.device):
-        # heads beside each other, as projections leave them: a compiler then reads and writes rows where they lie
-        (query, of_query), (key, of_key) = (
-            (y.transpose(1, 2) for y in normalised(x.transpose(1, 2), eps)) for x in (query, key)
-        )
-        return fused(
-            query, key, value, log_forget, None, scale=scale, threshold=threshold, score_bound=score_bound,
-            dropout=dropout, seed=seed, tolerance=tolerance, factors=(of_query, of_key),
-        )  # fmt: skip
-
-
 def attention_map(
     query: Tensor,
     key: Tensor,
@@ -212,7 +175,7 @@ def _dispatch(
 ) -> Tensor:
     """`visible` is None where queries see all keys up to their own."""
     if impl == "auto":
-        if is_the_best_choice(query, value):
+        if is_the_best_choice(query.device, query.dtype, max(query.shape[3], value.shape[3])):
             impl = "triton"
         else:
             impl = "reference" if key.shape[2] <= REFERENCE_UP_TO else "blockwise"

@@ -150,8 +150,8 @@ def attend(
     options: dict[str, Any] = {
         "D": width,
         "DV": value_width,
-        "BD": max(fused._padded(width), NARROWEST if q.is_cuda and not exact else 16),
-        "BDV": fused._padded(value_width),
+        "BD": max(fused.padded(width), NARROWEST if q.is_cuda and not exact else 16),
+        "BDV": fused.padded(value_width),
         "RANGES": first is not None,
         "MASKED": mask is not None,
         "FIXED": _fixed(query.dtype, score_bound),
@@ -166,7 +166,7 @@ def attend(
         pieces = sum(phase.pieces for phase in plan)
         alone = pieces == 1
         asks = early and (alone or len(plan) > 1)  # pieces that are all walked at once gain nothing by stopping
-        block_rows = max(tile.rows, fused._padded(rows))
+        block_rows = max(tile.rows, fused.padded(rows))
         parts, stats = out, out  # not used
         if not alone:
             parts = torch.empty(batch * kv_heads * pieces * rows * value_width, dtype=torch.float32, device=q.device)
@@ -191,7 +191,7 @@ def attend(
             n_queries, heads, group, pieces, DV=value_width, BP=_power_of_two(pieces), BDV=columns, EXACT=exact,
         )  # fmt: skip
 
-    with fused._on(q.device):
+    with fused.on(q.device):
         if tile is not None:
             launch(tile)
         else:

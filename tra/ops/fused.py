@@ -12,7 +12,7 @@ import os
 import struct
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,31 +28,31 @@ TRANSIENT_BYTES = 256 * 2**20
 """What backward may hold beside its results (a number per query row and key block, for a chunk of rows), at least."""
 EARLY_ABOVE = 1024
 """Keys above which a walk is asked whether it may stop. Up to here asking costs more than what is left to read."""
-TRANSIENT_SHARE = 64
+TRANSIENT_SHARE = 16
 """It may hold this part of a GPU's memory: fewer chunks, fewer sums over chunks."""
 LOG2_E = math.log2(math.e)
 
 
-def why_not(query: Tensor, value: Tensor) -> str | None:
-    """Why the kernels can't take these tensors; None if they can."""
+def why_not(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Why the kernels can't take heads of a width, at most, in a dtype on a device; None if they can."""
     if not HAS_TRITON:
         return "Triton is not installed (pip install triton)"
-    if not query.is_cuda and not (query.device.type in ("cpu", "meta") and _interpreting()):
-        return f"the tensors are on {query.device}: it needs a CUDA device, or TRITON_INTERPRET=1 for tests on a CPU"
-    if query.dtype == torch.bfloat16 and not query.is_cuda:
+    if device.type != "cuda" and not (device.type in ("cpu", "meta") and _interpreting()):
+        return f"the tensors are on {device}: it needs a CUDA device, or TRITON_INTERPRET=1 for tests on a CPU"
+    if dtype == torch.bfloat16 and device.type != "cuda":
         return "Triton's interpreter has no products of bfloat16"
-    if query.dtype not in DTYPES:
-        return f"it computes in float16, bfloat16 and float32, not in {query.dtype}"
-    if max(query.shape[3], value.shape[3]) > WIDEST_HEAD:
-        return f"heads are at most {WIDEST_HEAD} wide, got {max(query.shape[3], value.shape[3])}"
+    if dtype not in DTYPES:
+        return f"it computes in float16, bfloat16 and float32, not in {dtype}"
+    if width > WIDEST_HEAD:
+        return f"heads are at most {WIDEST_HEAD} wide, got {width}"
     return None
 
 
-def is_the_best_choice(query: Tensor, value: Tensor) -> bool:
+def is_the_best_choice(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether "auto" takes the kernels: on NVIDIA GPUs since Ampere. AMD's are untested, so only by name."""
-    if not query.is_cuda or torch.version.hip is not None or why_not(query, value):
+    if device.type != "cuda" or torch.version.hip is not None or why_not(device, dtype, width):
         return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _interpreting() -> bool:
@@ -72,13 +72,9 @@ def fused(
     dropout: float,
     seed: Tensor | None,
     tolerance: float,
-    factors: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """Same result as `reference` up to rounding and `tolerance`. `visible` is None where all is plainly causal.
-
-    `factors` come with queries and keys from `normalised`.
-    """
-    reason = why_not(query, value)
+    """Same result as `reference` up to rounding and `tolerance`. `visible` is None where all is plainly causal."""
+    reason = why_not(query.device, query.dtype, max(query.shape[3], value.shape[3]))
     if reason is not None:
         raise RuntimeError(f"impl='triton' is not available: {reason}")
     inputs = (query, key, value, log_forget)
@@ -99,32 +95,8 @@ def fused(
             query, key, value, log_forget, first, last, key_mask, scale, threshold, score_bound, tolerance
         )
     return torch.ops.tra.fused_forward(
-        query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training,
-        *factors,
+        query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training
     )[0]  # fmt: skip
-
-
-def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows over their root mean square, in x's dtype, and the factors `x.shape[:-1]` that made them so.
-
-    Both are for `fused` alone: their gradient is taken for that of x, as the kernels already hand it out, so that no
-    gradient of the result is ever written down.
-    """
-    hat, factor = _Normalised.apply(x, eps)
-    return hat, factor
-
-
-class _Normalised(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        wide = x.float()
-        factor = torch.rsqrt(wide.square().mean(-1) + eps)
-        ctx.mark_non_differentiable(factor)
-        return (wide * factor[..., None]).to(x.dtype), factor
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _factor: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 @lru_cache(maxsize=64)
@@ -180,7 +152,7 @@ def _steepest(dtype: torch.dtype) -> float:
     return 105.0 if dtype == torch.float16 else 120.0
 
 
-def _padded(width: int) -> int:
+def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -188,13 +160,18 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _empty_gradient(x: Tensor) -> Tensor:
-    """Laid out as x, but rows contiguous."""
-    contiguous = torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format
-    return torch.empty_like(x, memory_format=contiguous)
+def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Gradients:
+    """Laid out as these, but rows contiguous."""
+
+    def alike(x: Tensor) -> Tensor:
+        return torch.empty_like(
+            x, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format
+        )
+
+    return Gradients(alike(query), alike(key), alike(value), torch.empty_like(log_forget))
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, whichever the tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -216,8 +193,8 @@ def _shape_options(query: Tensor, value: Tensor, first: Tensor | None, dropout: 
     return {
         "D": query.shape[3],
         "DV": value.shape[3],
-        "BD": _padded(query.shape[3]),
-        "BDV": _padded(value.shape[3]),
+        "BD": padded(query.shape[3]),
+        "BDV": padded(value.shape[3]),
         "RANGES": first is not None,
         "DROPOUT": dropout > 0,
         "PRECISION": "ieee",  # of float32; half precision has no other
@@ -246,8 +223,32 @@ def _drop_arguments(dropout: float) -> tuple[int, float]:
     return int(dropout * 2**32), 1 / (1 - dropout)
 
 
-@torch.library.custom_op("tra::fused_forward", mutates_args=())
-def _forward(
+class Made(NamedTuple):
+    """What a forward pass leaves.
+
+    Without its low part a rounded output would be felt in the gradients: backward subtracts two numbers that it nearly
+    makes equal. It is empty where gradients aren't wanted.
+    """
+
+    out: Tensor  # [B, H, Tq, Dv]
+    low: Tensor  # what rounding cut off it, or empty
+    reference: Tensor  # of the weights, [B, H, Tq]
+    total: Tensor  # their sum, where it isn't part of the reference
+    stop: Tensor  # the oldest key each row read
+
+
+def empty_made(query: Tensor, value: Tensor, training: bool) -> Made:
+    reference, total = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(2))
+    return Made(
+        _empty_out(query, value.shape[3]),
+        _empty_low(query, value.shape[3], training),
+        reference,
+        total,
+        query.new_empty(query.shape[:3], dtype=torch.int32),
+    )
+
+
+def run_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -261,28 +262,16 @@ def _forward(
     dropout: float,
     tolerance: float,
     training: bool,
-    query_factor: Tensor | None = None,
-    key_factor: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output; what rounding cut off it; reference and sum of the weights, `[B, H, Tq]`; the oldest key each row read.
-
-    With factors `[B, H or Hkv, T]`, by which a norm multiplied the rows of queries and keys, gradients are those of
-    what was normalised: see `normalised`.
-
-    Without its low part a rounded output would be felt in the gradients: backward subtracts two numbers that it nearly
-    makes equal. It is empty unless `training`.
-    """
+) -> Made:
     from tra.ops import _kernels
 
     batch, heads, n_queries, width = query.shape
     kv_heads, n_keys = key.shape[1:3]
-    out, low = _empty_out(query, value.shape[3]), _empty_low(query, value.shape[3], training)
-    reference, total = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(2))
-    stop = query.new_empty(query.shape[:3], dtype=torch.int32)
+    made = empty_made(query, value, training)
     online = _online(query.dtype, threshold, score_bound)
     early = tolerance > 0
     norms = early and score_bound is None
-    longest = reference  # not read
+    longest = made.reference  # not read
     exact = query.dtype == torch.float32
     unit = 1.0 if exact else LOG2_E
     bound = 0.0 if score_bound is None else score_bound * unit
@@ -303,8 +292,8 @@ def _forward(
     def launch(tile: _tiles.Forward) -> None:
         blocks = -(-n_queries // tile.rows)
         _kernels.forward_kernel[(blocks * batch * heads,)](
-            q, k, v, log_forget, first, last, longest, seed, out, low, reference, total, stop,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
+            q, k, v, log_forget, first, last, longest, seed, *made,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *made.out.stride()[:3],
             n_queries, n_keys, heads, heads // kv_heads, scale * unit, _cut(scale, threshold), bound,
             math.log(tolerance) * unit if early else 0.0, *_drop_arguments(dropout),
             **options, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
@@ -312,21 +301,136 @@ def _forward(
         )  # fmt: skip
 
     tiles = _tiles.candidates(_tiles.FORWARD, options["BD"], options["BDV"], q.element_size(), q.device)
-    with _on(q.device):
+    with on(q.device):
         _tiles.run((q.device, query.dtype, *options.values()), n_keys, tiles, launch)
-    return out, low, reference, total, stop
+    return made
+
+
+class Gradients(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    forget: Tensor
+
+
+def run_backward(
+    grads: Gradients,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    seed: Tensor | None,
+    made: Made,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    early: bool,
+    factors: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Into `grads`, by two kernels over chunks of query rows: what one leaves for the other stays within bounds.
+
+    With `factors` `[B, H, Tq]` and `[B, Hkv, Tk]` queries and keys came from a norm that multiplied rows by these, and
+    log_forget from log σ: gradients are those of what went in.
+    """
+    from tra.ops import _kernels
+
+    batch, heads, n_queries, _ = query.shape
+    kv_heads, n_keys = key.shape[1:3]
+    q, k, v, g = (_rows_contiguous(x) for x in (query, key, value, grad_out))
+    out, low, reference, total, stop = made
+    inner, slopes = (torch.empty_like(reference) for _ in range(2))
+    exact = query.dtype == torch.float32
+    query_factor, key_factor = factors or (None, None)
+    if low.numel() == 0 and not exact:  # whoever called didn't say that gradients are wanted
+        low = torch.zeros_like(out)
+    online = _online(query.dtype, threshold, score_bound)
+    options = _shape_options(query, value, first, dropout) | {"ONLINE": online, "EXACT": exact}
+    numbers = (scale, scale * (1.0 if exact else LOG2_E), _cut(scale, threshold), *_drop_arguments(dropout))
+
+    def launch(tile: _tiles.Backward) -> None:
+        n_blocks = -(-n_keys // tile.keys)
+        rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
+        once = rows >= n_queries
+        grad_k, grad_v = (
+            (grads.key, grads.value)
+            if once
+            else (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grads.key, grads.value))
+        )
+        for chunk in range(0, n_queries, rows):
+            blocks = -(-min(rows, n_queries - chunk) // tile.rows)
+            n_rows = blocks * tile.rows
+            # Keys beyond the chunk's last query: plainly causal rows don't see them, nobody has to visit them.
+            seen = n_keys if once or first is not None else min(n_keys, n_keys - n_queries + chunk + n_rows)
+            seen = -(-seen // tile.keys)
+            offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
+            span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
+            sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
+            _kernels.query_gradient_kernel[(blocks * batch * heads,)](
+                q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
+                grads.query, grads.forget, inner, slopes, offsets, span,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
+                *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(), *sizes, *numbers,
+                **options, EARLY=early, BEFORE=factors is not None, STEEPEST=_steepest(query.dtype),
+                BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
+                num_warps=tile.query_warps, num_stages=tile.query_stages, **_limit(tile.query_registers),
+            )  # fmt: skip
+            _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
+                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
+                *grad_k.stride()[:3], *grad_v.stride()[:3], seen, *sizes, *numbers,
+                **options, SKIP=early or first is not None, ACCUMULATE=not once,
+                BEFORE=once and factors is not None,
+                RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
+                BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
+            )  # fmt: skip
+        if not once:
+            grads.key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
+            grads.value.copy_(grad_v)
+
+    short = early or n_keys <= EARLY_ABOVE
+    table = _tiles.BACKWARD_SHORT if short else _tiles.BACKWARD
+    tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
+    with on(q.device):
+        _tiles.run((q.device, query.dtype, early, short, *options.values()), n_keys, tiles, launch)
+
+
+def _before_norm(grad: Tensor, normalised: Tensor, factor: Tensor) -> Tensor:
+    """As the kernels' of that name."""
+    return (grad - normalised * (grad * normalised).mean(-1, keepdim=True)) * factor[..., None]
+
+
+@torch.library.custom_op("tra::fused_forward", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    tolerance: float,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `Made`."""
+    return tuple(  # type: ignore[return-value]
+        run_forward(
+            query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance,
+            training,
+        )
+    )  # fmt: skip
 
 
 @_forward.register_fake
 def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
-    training = rest[9]
-    return (
-        _empty_out(query, value.shape[3]),
-        _empty_low(query, value.shape[3], training),
-        query.new_empty(query.shape[:3], dtype=torch.float32),
-        query.new_empty(query.shape[:3], dtype=torch.float32),
-        query.new_empty(query.shape[:3], dtype=torch.int32),
-    )
+    return tuple(empty_made(query, value, training=rest[9]))
 
 
 @torch.library.custom_op("tra::fused_backward", mutates_args=())
@@ -344,99 +448,36 @@ def _backward(
     reference: Tensor,
     total: Tensor,
     stop: Tensor,
-    query_factor: Tensor | None,
-    key_factor: Tensor | None,
     scale: float,
     threshold: float,
     score_bound: float | None,
     dropout: float,
     early: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two kernels over chunks of query rows, so that what one leaves for the other stays within bounds."""
-    from tra.ops import _kernels
-
-    batch, heads, n_queries, _ = query.shape
-    kv_heads, n_keys = key.shape[1:3]
-    q, k, v, g = (_rows_contiguous(x) for x in (query, key, value, grad_out))
-    grad_query, grad_key, grad_value = (_empty_gradient(x) for x in (query, key, value))
-    grad_forget = torch.empty_like(log_forget)
-    inner, slopes = (torch.empty_like(reference) for _ in range(2))
-    exact = query.dtype == torch.float32
-    query_factor, key_factor = (x if x is None else x.contiguous() for x in (query_factor, key_factor))
-    if low.numel() == 0 and not exact:  # whoever called didn't say that gradients are wanted
-        low = torch.zeros_like(out)
-    online = _online(query.dtype, threshold, score_bound)
-    options = _shape_options(query, value, first, dropout) | {"ONLINE": online, "EXACT": exact}
-    numbers = (scale, scale * (1.0 if exact else LOG2_E), _cut(scale, threshold), *_drop_arguments(dropout))
-
-    def launch(tile: _tiles.Backward) -> None:
-        n_blocks = -(-n_keys // tile.keys)
-        rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
-        once = rows >= n_queries
-        grad_k, grad_v = (
-            (grad_key, grad_value)
-            if once
-            else (torch.zeros_like(x, dtype=torch.float32) for x in (grad_key, grad_value))
-        )
-        for chunk in range(0, n_queries, rows):
-            blocks = -(-min(rows, n_queries - chunk) // tile.rows)
-            n_rows = blocks * tile.rows
-            # Keys beyond the chunk's last query: plainly causal rows don't see them, nobody has to visit them.
-            seen = n_keys if once or first is not None else min(n_keys, n_keys - n_queries + chunk + n_rows)
-            seen = -(-seen // tile.keys)
-            offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
-            span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
-            sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
-            _kernels.query_gradient_kernel[(blocks * batch * heads,)](
-                q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
-                grad_query, grad_forget, inner, slopes, offsets, span,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
-                *g.stride()[:3], *grad_query.stride()[:3], *grad_forget.stride(), *sizes, *numbers,
-                **options, EARLY=early, NORMED=query_factor is not None, STEEPEST=_steepest(query.dtype),
-                BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
-                num_warps=tile.query_warps, num_stages=tile.query_stages, **_limit(tile.query_registers),
-            )  # fmt: skip
-            _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
-                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-                *grad_k.stride()[:3], *grad_v.stride()[:3], seen, *sizes, *numbers,
-                **options, SKIP=early or first is not None, ACCUMULATE=not once,
-                NORMED=once and key_factor is not None,
-                RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
-                BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
-            )  # fmt: skip
-        if not once:
-            grad_key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
-            grad_value.copy_(grad_v)
-
-    short = early or n_keys <= EARLY_ABOVE
-    table = _tiles.BACKWARD_SHORT if short else _tiles.BACKWARD
-    tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
-    with _on(q.device):
-        _tiles.run((q.device, query.dtype, early, short, *options.values()), n_keys, tiles, launch)
-    return grad_query, grad_key, grad_value, grad_forget
-
-
-def _before_norm(grad: Tensor, normalised: Tensor, factor: Tensor) -> Tensor:
-    """As the kernels' of that name."""
-    return (grad - normalised * (grad * normalised).mean(-1, keepdim=True)) * factor[..., None]
+    """As `Gradients`."""
+    grads = _empty_gradients(query, key, value, log_forget)
+    run_backward(
+        grads, grad_out, query, key, value, log_forget, first, last, seed, Made(out, low, reference, total, stop),
+        scale, threshold, score_bound, dropout, early,
+    )  # fmt: skip
+    return tuple(grads)  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyped-def]
-    return *(_empty_gradient(x) for x in (query, key, value)), torch.empty_like(log_forget)
+    return tuple(_empty_gradients(query, key, value, log_forget))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance = inputs[:12]
-    ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output, *inputs[13:])
+    ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output)
     ctx.options = (scale, threshold, score_bound, dropout, tolerance > 0)
 
 
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
     with without_autocast(grad_out.device):
         grads = torch.ops.tra.fused_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * 11
+    return *grads, *(None,) * 9
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,254 @@
+"""A layer's projections, norm and attention as one operator, against float64 and PyTorch's own parts.
+
+x and the weights are small whole numbers over powers of two, and rows of queries and keys plus or minus one number, of
+odd widths: products are exact in any precision and no score is near 0, so all keep the same keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tra
+from tests.ops import compare
+from tests.ops.compare import causal
+from tests.ops.test_fused import DEVICE, DTYPES
+from tra.attention import ThresholdRelativeAttention
+from tra.attention import tra as layer_file
+from tra.attention._base import Given
+from tra.ops import fused, projected
+from tra.ops.projected import Weights, attention_of_projections, takes_projections
+
+pytestmark = pytest.mark.filterwarnings(  # of the interpreter
+    "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
+)
+EPS = 1e-6
+KINDS = 64
+
+
+@pytest.fixture(autouse=True)
+def stops_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "EARLY_ABOVE", 0)
+
+
+class Case:
+    """Every token is a row of a unit matrix, so that what it is projected to is a column of the weights."""
+
+    def __init__(self, length: int, heads: int, kv_heads: int, width: int, gated: bool, dtype: torch.dtype) -> None:
+        draws = torch.Generator().manual_seed(length)
+        self.n_heads, self.n_kv_heads, self.width, self.dtype = heads, kv_heads, width, dtype
+
+        def signs(rows: int) -> Tensor:
+            scale = 2.0 ** torch.randint(-2, 3, (rows // width, 1, KINDS), generator=draws)
+            return ((torch.randint(2, (rows // width, width, KINDS), generator=draws) * 2 - 1) * scale).flatten(0, 1)
+
+        value = torch.randint(-8, 9, (kv_heads * width, KINDS), generator=draws) / 4
+        gate = torch.randint(-8, 9, (heads, KINDS), generator=draws) / 8
+        bias = torch.randint(-8, 9, (heads,), generator=draws) / 8
+        gates = [gate, bias] if gated else []
+        self.x = torch.eye(KINDS)[torch.randint(KINDS, (2, length), generator=draws)]
+        self.weights = [signs(heads * width), signs(kv_heads * width), value, *gates]
+        self.grad_out = torch.randn(2, heads, length, width, generator=draws)
+
+    def leaves(self, dtype: torch.dtype) -> list[Tensor]:
+        """x in a dtype; weights, as a model has them, in float32 or more."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        dtypes = [dtype, *[wide] * len(self.weights)]
+        return [y.to(DEVICE, d).requires_grad_() for y, d in zip([self.x, *self.weights], dtypes, strict=True)]
+
+    def log_forget(self, x: Tensor, gates: list[Tensor]) -> Tensor:
+        if not gates:
+            return torch.zeros(x.shape[0], self.n_heads, x.shape[1], device=DEVICE, dtype=torch.float64)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = F.linear(x.to(wide), *(y.to(wide) for y in gates))
+        rounded = F.linear(x, *(y.to(x.dtype) for y in gates)).to(wide)  # whose gradient has x's precision
+        return F.logsigmoid(rounded + (logits - rounded).detach()).transpose(1, 2)
+
+    def results(self, out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+        return [y.double() for y in (out.detach(), *torch.autograd.grad(out, leaves, self.grad_out.to(out)))]
+
+    def by_parts(self, dtype: torch.dtype) -> list[Tensor]:
+        """PyTorch's projections and norm, and the definition in float64 or the form without thought of precision."""
+        leaves = self.leaves(dtype)
+        x, weights, gates = leaves[0], leaves[1:4], leaves[4:]
+        query, key, value = (F.linear(x, y.to(dtype)).unflatten(2, (-1, self.width)).transpose(1, 2) for y in weights)
+        query, key = (F.rms_norm(y, (self.width,), eps=EPS).to(dtype) for y in (query, key))
+        log_forget = self.log_forget(x, gates)
+        if dtype == torch.float64:
+            return self.results(
+                tra.threshold_relative_attention(query, key, value, log_forget, impl="reference"), leaves
+            )
+        key, value = (y.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for y in (key, value))
+        seen = causal(x.shape[1], x.shape[1]).to(DEVICE)
+        return self.results(compare.plain(query, key, value, log_forget.float(), seen), leaves)
+
+    def at_once(self, **options: float | None) -> list[Tensor]:
+        leaves = self.leaves(self.dtype)
+        with torch.no_grad():
+            log_forget = self.log_forget(leaves[0], leaves[4:]).float()
+        out = attention_of_projections(
+            leaves[0], Weights(*leaves[1:]), log_forget, n_heads=self.n_heads, eps=EPS, **options
+        )
+        return self.results(out, leaves)
+
+
+SHAPES = {
+    "plain": (100, 2, 2, 15, True),
+    "grouped": (70, 4, 2, 25, True),
+    "no gates": (70, 2, 1, 17, False),
+    "many heads": (40, 17, 17, 5, True),
+    "chunks": (200, 2, 2, 15, True),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("score_bound", [None, 5.1], ids=["online", "fixed"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_results_and_gradients(
+    shape: str, score_bound: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shape == "chunks":
+        monkeypatch.setattr(fused, "_transient_bytes", lambda _: 1)
+    case = Case(*SHAPES[shape], dtype)
+    right, usual, found = case.by_parts(torch.float64), case.by_parts(dtype), case.at_once(score_bound=score_bound)
+    assert len(found) == len(right)
+    joined = [[*y[:5], torch.cat([z.flatten() for z in y[5:]])] if y[5:] else y for y in (found, right, usual)]
+    for name, got, wanted, other in zip(("out", "x", *Weights._fields), *joined, strict=False):
+        error, allowed = ((y - wanted).square().mean().sqrt() for y in (got, other))
+        assert error <= 2 * allowed, f"{name}: {error} > 2 · {allowed}"
+
+
+def test_what_is_normalised_is_pytorchs_norm() -> None:
+    """And values stay as they are."""
+    draws = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float16):
+        packed = torch.randn(2, 70, 4 * 24, generator=draws).to(DEVICE, dtype)
+        before = packed.clone()
+        of_query, of_key = projected._normalise(packed, 2, 1, 24, EPS)
+        query, key, value, _ = projected._heads(before, 2, 1, 24)
+        found = projected._heads(packed, 2, 1, 24)
+        torch.testing.assert_close(found.query, F.rms_norm(query, (24,), eps=EPS))
+        torch.testing.assert_close(found.key, F.rms_norm(key, (24,), eps=EPS))
+        assert torch.equal(found.value, value)
+        torch.testing.assert_close((query * of_query[..., None]).to(dtype), found.query)
+        torch.testing.assert_close((key * of_key[..., None]).to(dtype), found.key)
+
+
+def test_the_operators_are_what_they_say() -> None:
+    """Shapes, strides and gradients as registered."""
+    case = Case(40, 2, 1, 16, True, torch.float32)
+    x, query, key, value, gate, bias = case.leaves(torch.float32)
+    joint = F.pad(torch.cat([query, key, value, gate]), (0, 0, 0, 14)).detach().requires_grad_()
+    log_forget = case.log_forget(x, [gate, bias]).detach()
+    arguments = (x, joint, bias, log_forget, None, 2, 1, 16, EPS, 0.25, 0.0, 4.1, 0.0, 1e-6)
+    torch.library.opcheck(torch.ops.tra.projected_forward.default, arguments)
+
+
+def test_the_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only there; with the gradients that its other way has."""
+    torch.manual_seed(0)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
+    calls = []
+    original = layer_file.attention_of_projections
+
+    def count(x: Tensor, weights: Weights, log_forget: Tensor, **options: float) -> Tensor:
+        calls.append(1)
+        return original(x, weights, log_forget, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(layer_file, "attention_of_projections", count)
+    parameters = [x, *layer.parameters()]
+    fast = torch.autograd.grad(layer(x).square().sum(), parameters)
+    assert len(calls) == 1
+    usual = torch.autograd.grad(layer(x, torch.ones(2, 40, dtype=torch.bool, device=DEVICE)).square().sum(), parameters)
+    with torch.no_grad():
+        layer(x)
+    layer.impl = "blockwise"
+    layer(x)
+    assert len(calls) == 1
+    for one, other in zip(fast, usual, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_of_ones_own_is_asked() -> None:
+    """One that attends otherwise, or to other heads."""
+
+    class Twice(ThresholdRelativeAttention):
+        def attend(self, given: Given) -> Tensor:
+            return 2 * super().attend(given)
+
+    torch.manual_seed(0)
+    layer, twice = (kind(32, 2, impl="triton").to(DEVICE) for kind in (ThresholdRelativeAttention, Twice))
+    twice.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    bias = layer.out.bias
+    torch.testing.assert_close(twice(x) - bias, 2 * (layer(x) - bias))
+
+
+def test_a_projection_of_ones_own_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in a projection's place, a hook on one, a forward put over it."""
+
+    class Adapter(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    def fails(*_args: object, **_options: object) -> Tensor:
+        raise AssertionError("not asked")
+
+    monkeypatch.setattr(layer_file, "attention_of_projections", fails)
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    for name in ("query", "key", "value", "gate"):
+        plain = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+        with pytest.raises(AssertionError, match="not asked"):
+            plain(x)
+        hooked = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+        getattr(hooked, name).register_forward_hook(lambda _module, _args, out: out - 1)
+        hooked(x)
+        covered = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+        layer = getattr(covered, name)
+        layer.forward = layer.forward
+        covered(x)
+        if name != "gate":
+            adapted = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+            setattr(adapted, name, Adapter(32, 32, bias=False, device=DEVICE))
+            adapted(x)
+
+
+def test_a_model_in_half_precision() -> None:
+    """Weights, bias and all: gradients have their dtypes."""
+    torch.manual_seed(0)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE, torch.float16)
+    x = torch.randn(2, 40, 32, device=DEVICE, dtype=torch.float16)
+    layer(x).float().square().sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float16
+        assert math.isfinite(parameter.grad.float().norm())
+        assert parameter.grad.any()
+
+
+@pytest.mark.parametrize("mechanism", ["tra", "tra-threshold-only"])
+def test_compiled(mechanism: str) -> None:
+    """As one graph, with the gradients it has otherwise: both ways in float32, so only sums are in another order."""
+    torch.manual_seed(0)
+    layer = tra.attention.MECHANISMS[mechanism](32, 2, impl="triton").to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
+    parameters = [x, *layer.parameters()]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(x).square().sum(), parameters)
+    usual = torch.autograd.grad(layer(x).square().sum(), parameters)
+    for one, other in zip(found, usual, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_whom_it_is_for() -> None:
+    device = torch.device(DEVICE)
+    assert takes_projections(device, torch.float32, 16, "triton")
+    assert not takes_projections(device, torch.float64, 16, "triton")
+    assert not takes_projections(device, torch.float32, 512, "triton")
+    assert not takes_projections(device, torch.float32, 16, "blockwise")
+    assert takes_projections(device, torch.float32, 16, "auto") == (DEVICE == "cuda")

@@ -1,0 +1,219 @@
+"""A layer's projections, norm and attention as one operator, for training.
+
+Queries, keys and values are one product, and so are their gradients, which the kernels write side by side, with the
+gates' next to them. The norm is taken in place, as only the operator sees what it normalises; its gradient, where the
+kernels have it in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tra.ops import fused
+from tra.ops._dropout import draw_seed
+from tra.ops._inputs import check_options, default_tolerance, without_autocast
+
+ROWS = 64
+"""Tokens of a block of the norm."""
+UNIT = 16
+"""Rows of gradients are a multiple of this many numbers, for aligned copies."""
+
+
+class Weights(NamedTuple):
+    """Of a layer's projections, as `nn.Linear` has them: `[heads · D, d_model]`, gates `[H, d_model]` and `[H]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor | None = None
+    gate_bias: Tensor | None = None
+
+
+def takes_projections(device: torch.device, dtype: torch.dtype, width: int, impl: str) -> bool:
+    """Whether `attention_of_projections` can be had: it is the kernels' alone."""
+    if impl == "auto":
+        return fused.is_the_best_choice(device, dtype, width)
+    return impl == "triton" and fused.why_not(device, dtype, width) is None
+
+
+def attention_of_projections(
+    x: Tensor,
+    weights: Weights,
+    log_forget: Tensor,
+    *,
+    n_heads: int,
+    eps: float,
+    threshold: float = 0.0,
+    score_bound: float | None = None,
+    dropout: float = 0.0,
+    tolerance: float | None = None,
+) -> Tensor:
+    """`threshold_relative_attention` of what a layer projects x to, queries and keys over their root mean square.
+
+    Args:
+        x: `[B, T, d_model]`, in the dtype to compute in.
+        weights: Cast to that dtype. Without gates their gradient is nobody's.
+        log_forget: `[B, H, T]`, which the gates gave for x. No gradient goes through it: that of x and the gates is
+            worked out with the other projections', in their precision.
+        eps: Of the norm.
+
+    The other arguments are those of `threshold_relative_attention`.
+
+    Returns:
+        `[B, H, T, D]`.
+    """
+    width = weights.query.shape[0] // n_heads
+    scale = width**-0.5
+    check_options(scale, threshold, score_bound, dropout, tolerance)
+    seed = draw_seed(x.device) if dropout > 0 else None
+    tolerance = default_tolerance(x.dtype) if tolerance is None else tolerance
+    if x.shape[1] <= fused.EARLY_ABOVE:
+        tolerance = 0.0
+    joint = torch.cat([weight for weight in weights[:4] if weight is not None])
+    joint = F.pad(joint, (0, 0, 0, -len(joint) % UNIT)).to(x.dtype)
+    with without_autocast(x.device):
+        return torch.ops.tra.projected_forward(
+            x, joint, weights.gate_bias, log_forget.detach(), seed, n_heads, weights.key.shape[0] // width, width, eps,
+            scale, threshold, score_bound, dropout, tolerance,
+        )[0]  # fmt: skip
+
+
+class _Heads(NamedTuple):
+    """Views of projections `[B, T, columns]`."""
+
+    query: Tensor  # [B, H, T, D]
+    key: Tensor  # [B, Hkv, T, D]
+    value: Tensor
+    rest: Tensor  # [B, T, ...]: gates, and what fills up a row
+
+
+def _heads(packed: Tensor, n_heads: int, n_kv_heads: int, width: int) -> _Heads:
+    sizes = [n_heads * width, n_kv_heads * width, n_kv_heads * width]
+    *heads, rest = packed.split([*sizes, packed.shape[2] - sum(sizes)], dim=2)
+    query, key, value = (x.unflatten(2, (-1, width)).transpose(1, 2) for x in heads)
+    return _Heads(query, key, value, rest)
+
+
+def _empty_factors(x: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, Tensor]:
+    batch, length, _ = x.shape
+    of_query, of_key = (
+        torch.empty(batch, heads, length, dtype=torch.float32, device=x.device) for heads in (n_heads, n_kv_heads)
+    )
+    return of_query, of_key
+
+
+def _normalise(packed: Tensor, n_heads: int, n_kv_heads: int, width: int, eps: float) -> tuple[Tensor, Tensor]:
+    """In place; returns what queries and keys were multiplied by."""
+    from tra.ops._norm_kernel import normalise_kernel
+
+    batch, length, columns = packed.shape
+    factors = _empty_factors(packed, n_heads, n_kv_heads)
+    blocks = -(-batch * length // ROWS)
+    with fused.on(packed.device):
+        normalise_kernel[(blocks * (n_heads + n_kv_heads),)](
+            packed, *factors, columns, batch * length, length, n_heads, n_kv_heads, eps,
+            D=width, BD=fused.padded(width), BM=ROWS,
+        )  # fmt: skip
+    return factors
+
+
+@torch.library.custom_op("tra::projected_forward", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    gate_bias: Tensor | None,
+    log_forget: Tensor,
+    seed: Tensor | None,
+    n_heads: int,
+    n_kv_heads: int,
+    width: int,
+    eps: float,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `fused.Made`; what was projected, `[B, T, columns]`, normalised; by which factors."""
+    packed = F.linear(x, weight[: (n_heads + 2 * n_kv_heads) * width])
+    factors = _normalise(packed, n_heads, n_kv_heads, width, eps)
+    made = fused.run_forward(
+        *_heads(packed, n_heads, n_kv_heads, width)[:3], log_forget, None, None, seed, scale, threshold, score_bound,
+        dropout, tolerance, training=True,
+    )  # fmt: skip
+    return *made, packed, *factors
+
+
+@_forward.register_fake
+def _(x, weight, _gate_bias, _log_forget, _seed, n_heads, n_kv_heads, width, *_):  # type: ignore[no-untyped-def]
+    packed = x.new_empty(*x.shape[:2], (n_heads + 2 * n_kv_heads) * width)
+    heads = _heads(packed, n_heads, n_kv_heads, width)
+    return *fused.empty_made(heads.query, heads.value, training=True), packed, *_empty_factors(x, n_heads, n_kv_heads)
+
+
+@torch.library.custom_op("tra::projected_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    log_forget: Tensor,
+    seed: Tensor | None,
+    out: Tensor,
+    low: Tensor,
+    reference: Tensor,
+    total: Tensor,
+    stop: Tensor,
+    packed: Tensor,
+    query_factor: Tensor,
+    key_factor: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    width: int,
+    scale: float,
+    threshold: float,
+    score_bound: float | None,
+    dropout: float,
+    early: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, the weights, and the gates' bias."""
+    grads = x.new_empty(*x.shape[:2], len(weight))
+    query, key, value, rest = _heads(grads, n_heads, n_kv_heads, width)
+    forget = rest[..., :n_heads].transpose(1, 2) if gated else torch.empty_like(log_forget)
+    rest[..., n_heads if gated else 0 :].zero_()
+    inputs = _heads(packed, n_heads, n_kv_heads, width)[:3]
+    made = fused.Made(out, low, reference, total, stop)
+    fused.run_backward(
+        fused.Gradients(query, key, value, forget), grad_out, *inputs, log_forget, None, None, seed, made,
+        scale, threshold, score_bound, dropout, early, (query_factor, key_factor),
+    )  # fmt: skip
+    of_rows = grads.flatten(0, 1)
+    bias = forget.sum((0, 2), dtype=torch.float32) if gated else log_forget.new_empty(0)
+    return grads @ weight, of_rows.T @ x.flatten(0, 1), bias
+
+
+@_backward.register_fake
+def _(grad_out, x, weight, log_forget, *rest):  # type: ignore[no-untyped-def]
+    n_heads, gated = rest[9], rest[-1]
+    bias = log_forget.new_empty(n_heads if gated else 0, dtype=torch.float32)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, gate_bias, log_forget, seed, n_heads, n_kv_heads, width, _eps, *numbers, tolerance = inputs
+    ctx.save_for_backward(x, weight, log_forget, seed, *output)
+    ctx.bias = None if gate_bias is None else gate_bias.dtype
+    ctx.options = (n_heads, n_kv_heads, width, *numbers, tolerance > 0, gate_bias is not None)
+
+
+def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
+    with without_autocast(grad_out.device):
+        grad_x, grad_weight, grad_bias = torch.ops.tra.projected_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    return grad_x, grad_weight, None if ctx.bias is None else grad_bias.to(ctx.bias), *(None,) * 11
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
