@@ -54,10 +54,10 @@ def test_gradients_by_differences() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_layer_takes_them(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled as one graph, and in float32 also under autocast."""
+    """Compiled as one graph, and in float32 also under autocast, of the x that it gives to a layer."""
     torch.manual_seed(0)
     layer, (x, _, _) = ForgetGate(48, 4, 0.5), given()
-    expected = layer(x)
+    expected = layer(x.to(torch.bfloat16) if enabled else x)
     taken = []
 
     def sums(*arguments: object) -> Tensor:

@@ -88,11 +88,7 @@ class Case:
 
     def at_once(self, **options: float | None) -> list[Tensor]:
         leaves = self.leaves(self.dtype)
-        with torch.no_grad():
-            log_forget = self.log_forget(leaves[0], leaves[4:]).float()
-        out = attention_of_projections(
-            leaves[0], Weights(*leaves[1:]), log_forget, n_heads=self.n_heads, eps=EPS, **options
-        )
+        out = attention_of_projections(leaves[0], Weights(*leaves[1:]), n_heads=self.n_heads, eps=EPS, **options)
         return self.results(out, leaves)
 
 
@@ -138,13 +134,28 @@ def test_what_is_normalised_is_pytorchs_norm() -> None:
         torch.testing.assert_close((key * of_key[..., None]).to(dtype), found.key)
 
 
+@pytest.mark.parametrize(("columns", "heads"), [(48, 4), (600, 3), (16, 1)])
+def test_gates_are_in_float32(columns: int, heads: int) -> None:
+    """Also those that hardly forget, and those that forget all; of inputs in half precision too."""
+    draws = torch.Generator().manual_seed(columns)
+    x = torch.randn(2, 37, columns, generator=draws).to(DEVICE, torch.float16)
+    weight = (torch.randn(heads, columns, generator=draws) / 8).to(DEVICE)
+    for shift in (0.0, 5.0, 12.0, -80.0):
+        bias = torch.full((heads,), shift, device=DEVICE)
+        right = F.logsigmoid(F.linear(x.double(), weight.double(), bias.double())).transpose(1, 2)
+        usual = F.logsigmoid(F.linear(x.float(), weight, bias)).transpose(1, 2)
+        found = projected._log_forget(x, weight, bias, heads)
+        assert found.dtype == torch.float32
+        error, allowed = (((y - right) / right).square().mean().sqrt() for y in (found, usual))
+        assert error <= 2 * max(allowed, torch.finfo(torch.float32).eps), f"{error} > 2 · {allowed}"
+
+
 def test_the_operators_are_what_they_say() -> None:
     """Shapes, strides and gradients as registered."""
     case = Case(40, 2, 1, 16, True, torch.float32)
     x, query, key, value, gate, bias = case.leaves(torch.float32)
     joint = F.pad(torch.cat([query, key, value, gate]), (0, 0, 0, 14)).detach().requires_grad_()
-    log_forget = case.log_forget(x, [gate, bias]).detach()
-    arguments = (x, joint, bias, log_forget, None, 2, 1, 16, EPS, 0.25, 0.0, 4.1, 0.0, 1e-6)
+    arguments = (x, joint, gate.detach(), bias, None, 2, 1, 16, EPS, 0.25, 0.0, 4.1, 0.0, 1e-6)
     torch.library.opcheck(torch.ops.tra.projected_forward.default, arguments)
 
 
@@ -156,9 +167,9 @@ def test_the_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -
     calls = []
     original = layer_file.attention_of_projections
 
-    def count(x: Tensor, weights: Weights, log_forget: Tensor, **options: float) -> Tensor:
+    def count(x: Tensor, weights: Weights, **options: float) -> Tensor:
         calls.append(1)
-        return original(x, weights, log_forget, **options)  # type: ignore[arg-type]
+        return original(x, weights, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(layer_file, "attention_of_projections", count)
     parameters = [x, *layer.parameters()]

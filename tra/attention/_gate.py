@@ -26,8 +26,10 @@ class ForgetGate(nn.Linear):
         nn.init.constant_(self.bias, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32 also under autocast: distances multiply its error."""
+        """In float32 also under autocast, as distances multiply its error, of the x that other projections see."""
         device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
+        if dtype == torch.float32 and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         narrow = None
         if sums_are_best(x, self.out_features):
             narrow = dtype

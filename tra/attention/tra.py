@@ -96,12 +96,10 @@ class ThresholdRelativeAttention(Attention):
         """See `Attention`. In plain training all up to the output's projection is one operator."""
         if key_mask is None and cache is None and document_ids is None and self._is_one_operator(x):
             self._check(x)
-            with torch.no_grad():
-                log_forget = self.log_forget(x)
             gates = (self.gate.weight, self.gate.bias) if self.gated else ()
             weights = Weights(self.query.weight, self.key.weight, self.value.weight, *gates)
             x = x.to(_compute_dtype(x))
-            out = attention_of_projections(x, weights, log_forget, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
+            out = attention_of_projections(x, weights, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
             return self.out(out.transpose(1, 2).flatten(2))
         return super().forward(x, key_mask, cache, document_ids)
 

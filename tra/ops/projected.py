@@ -2,7 +2,7 @@
 
 Queries, keys and values are one product, and so are their gradients, which the kernels write side by side, with the
 gates' next to them. The norm is taken in place, as only the operator sees what it normalises; its gradient, where the
-kernels have it in registers.
+kernels have it in registers. Gates are worked out in float32; their gradients, in the precision of the other products.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from tra.ops._inputs import check_options, default_tolerance, without_autocast
 
 ROWS = 64
 """Tokens of a block of the norm."""
+GATE_ROWS, GATE_COLUMNS = 16, 512
+"""Those of a block of the gates, and the columns that it reads at once."""
 UNIT = 16
 """Rows of gradients are a multiple of this many numbers, for aligned copies."""
 
@@ -43,7 +45,6 @@ def takes_projections(device: torch.device, dtype: torch.dtype, width: int, impl
 def attention_of_projections(
     x: Tensor,
     weights: Weights,
-    log_forget: Tensor,
     *,
     n_heads: int,
     eps: float,
@@ -56,9 +57,7 @@ def attention_of_projections(
 
     Args:
         x: `[B, T, d_model]`, in the dtype to compute in.
-        weights: Cast to that dtype. Without gates their gradient is nobody's.
-        log_forget: `[B, H, T]`, which the gates gave for x. No gradient goes through it: that of x and the gates is
-            worked out with the other projections', in their precision.
+        weights: Cast to that dtype, but for gates, which are worked out in float32. Without them distance is free.
         eps: Of the norm.
 
     The other arguments are those of `threshold_relative_attention`.
@@ -75,9 +74,10 @@ def attention_of_projections(
         tolerance = 0.0
     joint = torch.cat([weight for weight in weights[:4] if weight is not None])
     joint = F.pad(joint, (0, 0, 0, -len(joint) % UNIT)).to(x.dtype)
+    gate = None if weights.gate is None else weights.gate.detach()  # whose gradient is part of the joint one's
     with without_autocast(x.device):
         return torch.ops.tra.projected_forward(
-            x, joint, weights.gate_bias, log_forget.detach(), seed, n_heads, weights.key.shape[0] // width, width, eps,
+            x, joint, gate, weights.gate_bias, seed, n_heads, weights.key.shape[0] // width, width, eps,
             scale, threshold, score_bound, dropout, tolerance,
         )[0]  # fmt: skip
 
@@ -108,7 +108,7 @@ def _empty_factors(x: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, Te
 
 def _normalise(packed: Tensor, n_heads: int, n_kv_heads: int, width: int, eps: float) -> tuple[Tensor, Tensor]:
     """In place; returns what queries and keys were multiplied by."""
-    from tra.ops._norm_kernel import normalise_kernel
+    from tra.ops._projection_kernels import normalise_kernel
 
     batch, length, columns = packed.shape
     factors = _empty_factors(packed, n_heads, n_kv_heads)
@@ -121,12 +121,29 @@ def _normalise(packed: Tensor, n_heads: int, n_kv_heads: int, width: int, eps: f
     return factors
 
 
+def _log_forget(x: Tensor, gate: Tensor | None, gate_bias: Tensor | None, n_heads: int) -> Tensor:
+    """`[B, H, T]`."""
+    batch, length, columns = x.shape
+    if gate is None:
+        return torch.zeros(batch, n_heads, length, device=x.device)
+    from tra.ops._projection_kernels import gate_kernel
+
+    rows = x.reshape(-1, columns).contiguous()
+    out = torch.empty(batch, n_heads, length, device=x.device)
+    with fused.on(x.device):
+        gate_kernel[(-(-len(rows) // GATE_ROWS),)](
+            rows, gate.contiguous(), gate_bias, out, rows.stride(0), len(rows), length, n_heads,
+            C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=fused.padded(n_heads), BM=GATE_ROWS,
+        )  # fmt: skip
+    return out
+
+
 @torch.library.custom_op("tra::projected_forward", mutates_args=())
 def _forward(
     x: Tensor,
     weight: Tensor,
+    gate: Tensor | None,
     gate_bias: Tensor | None,
-    log_forget: Tensor,
     seed: Tensor | None,
     n_heads: int,
     n_kv_heads: int,
@@ -137,22 +154,28 @@ def _forward(
     score_bound: float | None,
     dropout: float,
     tolerance: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `fused.Made`; what was projected, `[B, T, columns]`, normalised; by which factors."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `fused.Made`; log_forget; what was projected, `[B, T, columns]`, normalised; by which factors.
+
+    `weight` has queries, keys, values, `gate` again, and zeros.
+    """
+    log_forget = _log_forget(x, gate, gate_bias, n_heads)
     packed = F.linear(x, weight[: (n_heads + 2 * n_kv_heads) * width])
     factors = _normalise(packed, n_heads, n_kv_heads, width, eps)
     made = fused.run_forward(
         *_heads(packed, n_heads, n_kv_heads, width)[:3], log_forget, None, None, seed, scale, threshold, score_bound,
         dropout, tolerance, training=True,
     )  # fmt: skip
-    return *made, packed, *factors
+    return *made, log_forget, packed, *factors
 
 
 @_forward.register_fake
-def _(x, weight, _gate_bias, _log_forget, _seed, n_heads, n_kv_heads, width, *_):  # type: ignore[no-untyped-def]
+def _(x, weight, _gate, _gate_bias, _seed, n_heads, n_kv_heads, width, *_):  # type: ignore[no-untyped-def]
     packed = x.new_empty(*x.shape[:2], (n_heads + 2 * n_kv_heads) * width)
     heads = _heads(packed, n_heads, n_kv_heads, width)
-    return *fused.empty_made(heads.query, heads.value, training=True), packed, *_empty_factors(x, n_heads, n_kv_heads)
+    made = fused.empty_made(heads.query, heads.value, training=True)
+    log_forget = torch.empty(x.shape[0], n_heads, x.shape[1], device=x.device)
+    return *made, log_forget, packed, *_empty_factors(x, n_heads, n_kv_heads)
 
 
 @torch.library.custom_op("tra::projected_backward", mutates_args=())
@@ -160,13 +183,13 @@ def _backward(
     grad_out: Tensor,
     x: Tensor,
     weight: Tensor,
-    log_forget: Tensor,
     seed: Tensor | None,
     out: Tensor,
     low: Tensor,
     reference: Tensor,
     total: Tensor,
     stop: Tensor,
+    log_forget: Tensor,
     packed: Tensor,
     query_factor: Tensor,
     key_factor: Tensor,
@@ -187,25 +210,22 @@ def _backward(
     rest[..., n_heads if gated else 0 :].zero_()
     inputs = _heads(packed, n_heads, n_kv_heads, width)[:3]
     made = fused.Made(out, low, reference, total, stop)
+    bias = log_forget.new_empty(n_heads)
     fused.run_backward(
-        fused.Gradients(query, key, value, forget), grad_out, *inputs, log_forget, None, None, seed, made,
+        fused.Gradients(query, key, value, forget, bias), grad_out, *inputs, log_forget, None, None, seed, made,
         scale, threshold, score_bound, dropout, early, (query_factor, key_factor),
     )  # fmt: skip
-    of_rows = grads.flatten(0, 1)
-    bias = forget.sum((0, 2), dtype=torch.float32) if gated else log_forget.new_empty(0)
-    return grads @ weight, of_rows.T @ x.flatten(0, 1), bias
+    return grads @ weight, grads.flatten(0, 1).T @ x.flatten(0, 1), bias
 
 
 @_backward.register_fake
-def _(grad_out, x, weight, log_forget, *rest):  # type: ignore[no-untyped-def]
-    n_heads, gated = rest[9], rest[-1]
-    bias = log_forget.new_empty(n_heads if gated else 0, dtype=torch.float32)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias
+def _(grad_out, x, weight, _seed, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(rest[9], dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, weight, gate_bias, log_forget, seed, n_heads, n_kv_heads, width, _eps, *numbers, tolerance = inputs
-    ctx.save_for_backward(x, weight, log_forget, seed, *output)
+    x, weight, _gate, gate_bias, seed, n_heads, n_kv_heads, width, _eps, *numbers, tolerance = inputs
+    ctx.save_for_backward(x, weight, seed, *output)
     ctx.bias = None if gate_bias is None else gate_bias.dtype
     ctx.options = (n_heads, n_kv_heads, width, *numbers, tolerance > 0, gate_bias is not None)
 
@@ -213,7 +233,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
     with without_autocast(grad_out.device):
         grad_x, grad_weight, grad_bias = torch.ops.tra.projected_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return grad_x, grad_weight, None if ctx.bias is None else grad_bias.to(ctx.bias), *(None,) * 11
+    return grad_x, grad_weight, None, None if ctx.bias is None else grad_bias.to(ctx.bias), *(None,) * 10
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
