@@ -19,7 +19,20 @@ from triton.compiler import ASTSource
 from tra.ops import _decode_kernel, _kernels, _tiles, decode
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "INNER", "OFFSETS", "SLOPES", "DFORGET", "FACTOR", "PARTS", "STATS")
+FLOAT32 = (
+    "FORGET",
+    "LONGEST",
+    "REF",
+    "TOTAL",
+    "INNER",
+    "OFFSETS",
+    "SLOPES",
+    "DFORGET",
+    "DBIAS",
+    "FACTOR",
+    "PARTS",
+    "STATS",
+)
 TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN"), "i32")
 FLOATS = ("score_scale", "scale", "cut", "bound", "log_tolerance", "drop_scale")
 ABSENT = ("FIRST", "LAST", "SEED", "MASK")
@@ -95,13 +108,13 @@ def main() -> None:
         for walks, table in (("long", _tiles.BACKWARD), ("short", _tiles.BACKWARD_SHORT)):
             (backward, *_) = table[2, width]
             block = {"BM": backward.rows, "BN": backward.query_keys, "COARSER": backward.keys // backward.query_keys}
-            more = {"STEEPEST": 120.0, "EARLY": False, "NORMED": True}
+            more = {"STEEPEST": 120.0, "EARLY": False, "BEFORE": True}
             show(
                 f"dq, {walks} walks, {width}", _kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
         block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
-        more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "NORMED": True}
+        more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "BEFORE": True}
         kernel = _kernels.key_gradient_kernel
         show(f"dk dv, {width}", kernel, backward.key_warps, backward.key_stages, plain | block | more)
         (tile, *_) = decode.TILES[2, width]

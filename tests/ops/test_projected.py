@@ -134,11 +134,12 @@ def test_what_is_normalised_is_pytorchs_norm() -> None:
         torch.testing.assert_close((key * of_key[..., None]).to(dtype), found.key)
 
 
-@pytest.mark.parametrize(("columns", "heads"), [(48, 4), (600, 3), (16, 1)])
-def test_gates_are_in_float32(columns: int, heads: int) -> None:
+@DTYPES
+@pytest.mark.parametrize(("columns", "heads"), [(48, 4), (600, 3), (16, 17)])
+def test_gates_are_in_float32(columns: int, heads: int, dtype: torch.dtype) -> None:
     """Also those that hardly forget, and those that forget all; of inputs in half precision too."""
     draws = torch.Generator().manual_seed(columns)
-    x = torch.randn(2, 37, columns, generator=draws).to(DEVICE, torch.float16)
+    x = torch.randn(2, 37, columns, generator=draws).to(DEVICE, dtype)
     weight = (torch.randn(heads, columns, generator=draws) / 8).to(DEVICE)
     for shift in (0.0, 5.0, 12.0, -80.0):
         bias = torch.full((heads,), shift, device=DEVICE)
@@ -148,6 +149,14 @@ def test_gates_are_in_float32(columns: int, heads: int) -> None:
         assert found.dtype == torch.float32
         error, allowed = (((y - right) / right).square().mean().sqrt() for y in (found, usual))
         assert error <= 2 * max(allowed, torch.finfo(torch.float32).eps), f"{error} > 2 · {allowed}"
+
+
+@pytest.mark.parametrize("rows", [1, 300, 9000])
+def test_the_gradient_of_the_bias(rows: int) -> None:
+    """A sum in float32, of columns between others, whatever is left for the last block."""
+    x = torch.randn(1, rows, 16, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    expected = x[..., 3:8].double().sum((0, 1)).float()
+    torch.testing.assert_close(projected._bias_gradient(x[..., 3:8]), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_operators_are_what_they_say() -> None:
@@ -201,7 +210,7 @@ def test_a_layer_of_ones_own_is_asked() -> None:
 
 
 def test_a_projection_of_ones_own_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter in a projection's place, a hook on one, a forward put over it."""
+    """An adapter in a projection's place, a bias, a hook on one, a forward put over it."""
 
     class Adapter(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -225,8 +234,9 @@ def test_a_projection_of_ones_own_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         covered(x)
         if name != "gate":
             adapted = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-            setattr(adapted, name, Adapter(32, 32, bias=False, device=DEVICE))
-            adapted(x)
+            for layer in (Adapter(32, 32, bias=False, device=DEVICE), nn.Linear(32, 32, device=DEVICE)):
+                setattr(adapted, name, layer)
+                adapted(x)
 
 
 def test_a_model_in_half_precision() -> None:

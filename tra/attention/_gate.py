@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tra.ops._inputs import is_cast, layer_dtype
+
 FEW_HEADS = 16
 """Up to here a compiled gate is a sum per head, which the compiler works out where x is made, without reading it again.
 As a product in float32 it has kernels of its own, which cost more than all else that a gate adds to a step."""
@@ -28,13 +30,10 @@ class ForgetGate(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """In float32 also under autocast, as distances multiply its error, of the x that other projections see."""
         device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
-        if dtype == torch.float32 and torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        cast, x = is_cast(x), x.to(layer_dtype(x))
         narrow = None
         if sums_are_best(x, self.out_features):
-            narrow = dtype
-            if dtype == torch.float32 and torch.is_autocast_enabled(device):  # float16 would need its loss scaled
-                narrow = torch.bfloat16 if torch.get_autocast_dtype(device) == torch.bfloat16 else dtype
+            narrow = torch.bfloat16 if cast and x.dtype == torch.bfloat16 else dtype  # float16 needs its loss scaled
         with torch.autocast(device, enabled=False):
             x, weight, bias = (y.to(dtype) for y in (x, self.weight, self.bias))
             if narrow is not None:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tra.attention._base import NORM_EPS, Attention, Given
+from tra.attention._base import NORM_EPS, Attention, Given, is_plain
 from tra.attention._cache import LayerCache, StaticLayerCache
 from tra.attention._gate import ForgetGate
 from tra.attention._places import document_numbers
@@ -21,7 +21,7 @@ from tra.ops import (
     threshold_relative_attention_varlen,
 )
 from tra.ops._bound import log_rest
-from tra.ops._inputs import Visible, check_options, default_tolerance
+from tra.ops._inputs import Visible, check_options, default_tolerance, is_cast, layer_dtype
 from tra.ops._softmax import softmax_or_nothing
 from tra.ops.projected import Weights, attention_of_projections, takes_projections
 from tra.ops.reference import reference_map
@@ -98,7 +98,7 @@ class ThresholdRelativeAttention(Attention):
             self._check(x)
             gates = (self.gate.weight, self.gate.bias) if self.gated else ()
             weights = Weights(self.query.weight, self.key.weight, self.value.weight, *gates)
-            x = x.to(_compute_dtype(x))
+            x = x.to(layer_dtype(x))
             out = attention_of_projections(x, weights, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
             return self.out(out.transpose(1, 2).flatten(2))
         return super().forward(x, key_mask, cache, document_ids)
@@ -107,15 +107,14 @@ class ThresholdRelativeAttention(Attention):
         """Where gradients are wanted, the kernels can be had, and nothing has been put in a projection's place."""
         ours = type(self).heads is Attention.heads and type(self).attend is ThresholdRelativeAttention.attend
         projections = [self.query, self.key, self.value, *([self.gate] if self.gated else [])]
-        cast = torch.is_autocast_enabled(x.device.type)
         return (
             torch.is_grad_enabled()
-            and (cast or x.dtype == self.query.weight.dtype)
+            and (is_cast(x) or x.dtype == self.query.weight.dtype)
             and self.qk_norm
             and not self.rotary
             and ours
-            and all(_is_plain(layer) for layer in projections)
-            and takes_projections(x.device, _compute_dtype(x), self.head_width, self.impl)
+            and all(is_plain(layer) for layer in projections)
+            and takes_projections(x.device, layer_dtype(x), self.head_width, self.impl)
         )
 
     def attend(self, given: Given) -> Tensor:
@@ -189,17 +188,6 @@ class ThresholdRelativeAttention(Attention):
             "null": (~kept.any(-1) & rows).sum((0, 2)) / rows.sum(),
             "log_forget": (log_forget * rows).sum((0, 2)) / rows.sum(),
         }
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether to call it is to multiply by its weight: no subclass, adapter or hook."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) in (nn.Linear, ForgetGate) and not any(hooks) and "forward" not in vars(layer)
 
 
 def _document_ends(document_ids: Tensor) -> Tensor:

@@ -35,6 +35,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def is_cast(x: Tensor) -> bool:
+    """Whether autocast has a say about x."""
+    return x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def layer_dtype(x: Tensor) -> torch.dtype:
+    """What a layer casts x to, under autocast or without."""
+    return torch.get_autocast_dtype(x.device.type) if is_cast(x) else x.dtype
+
+
 def default_tolerance(dtype: torch.dtype) -> float:
     """The relative weight that cannot be seen in the precision of the sums."""
     return 2.0**-53 if dtype == torch.float64 else 2.0**-24

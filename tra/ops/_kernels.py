@@ -371,8 +371,8 @@ def _query_gradient_block(
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
-    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, FACTOR, DQ, DFORGET, DBIAS, INNER, SLOPES,
-    OFFSETS, SPAN,
+    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, FACTOR, DQ, DFORGET, INNER, SLOPES, OFFSETS,
+    SPAN,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_gb, stride_gh, stride_g,
     stride_dqb, stride_dqh, stride_dq, stride_dfb, stride_dfh, stride_df,
@@ -386,7 +386,7 @@ def query_gradient_kernel(
     Leaves for `key_gradient_kernel`: INNER, Σ P dP per row; SLOPES; OFFSETS `[B H, n_blocks, n_rows]`, slope · (keys
     kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block visited. A block of
     keys is COARSER times as long there. BEFORE: gradients are those of queries before their norm, which multiplied rows
-    by FACTOR, and of gates before log σ; DBIAS `[B H, blocks of queries]` are sums of the latter.
+    by FACTOR, and of gates before log σ.
     """
     blocks = n_rows // BM
     i_bh, i_m = _head_and_block(blocks, EARLY)
@@ -452,8 +452,7 @@ def query_gradient_kernel(
         b_dq = _before_norm(b_dq, b_q, FACTOR + o_row, m_m, D)
     _store_tile(p_dq, start, stride_dq, n_queries, b_dq, D, BD, BM)
     if BEFORE:
-        b_dforget *= _forgotten(tl.load(p_forget, mask=m_m, other=0.0))
-        tl.store(DBIAS + i_bh * tl.cdiv(n_queries, BM) + start // BM, tl.sum(tl.where(m_m, b_dforget, 0.0)))
+        b_dforget *= _forgotten(b_slope if EXACT else b_slope / LOG2_E)
     p_dforget = DFORGET + i_b * stride_dfb + i_h * stride_dfh + o_m.to(tl.int64) * stride_df
     tl.store(p_dforget, b_dforget, mask=m_m)
 

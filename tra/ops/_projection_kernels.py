@@ -1,4 +1,4 @@
-"""Beside a layer's products: the norm of queries and keys, in place, and the forget gates."""
+"""Beside a layer's products: the norm of queries and keys, in place, the forget gates, and their bias's gradient."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def normalise_kernel(
 
 @triton.jit
 def gate_kernel(
-    X, WEIGHT, BIAS, OUT, stride_x, n_rows, n_tokens, heads,
+    X, WEIGHT, BIAS, OUT, n_rows, n_tokens, heads,
     C: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """log σ(w · x + b) of rows X `[B T, C]`, in float32, as `[B, heads, T]`."""
@@ -40,19 +40,38 @@ def gate_kernel(
     m_r = o_r < n_rows
     o_h = tl.arange(0, BH)
     b_z = tl.zeros([BM, BH], tl.float32)
-    for start in tl.static_range(0, C, BC):
+    for start in range(0, C, BC):
         o_c = start + tl.arange(0, BC)
         m_c = o_c < C
-        p_x = X + o_r[:, None] * stride_x + o_c[None, :]
-        b_x = tl.load(p_x, mask=m_r[:, None] & m_c[None, :], other=0.0).to(tl.float32)
-        for i_h in range(heads):
-            b_w = tl.load(WEIGHT + i_h * C + o_c, mask=m_c, other=0.0).to(tl.float32)
-            b_sum = tl.sum(b_x * b_w[None, :], 1)
-            b_z = tl.where(o_h[None, :] == i_h, b_z + b_sum[:, None], b_z)
+        b_x = tl.load(X + o_r[:, None] * C + o_c[None, :], mask=m_r[:, None] & m_c[None, :], other=0.0)
+        p_w = WEIGHT + o_h[None, :] * C + o_c[:, None]
+        b_w = tl.load(p_w, mask=m_c[:, None] & (o_h < heads)[None, :], other=0.0).to(tl.float32)
+        if X.dtype.element_ty == tl.bfloat16:  # three bfloat16 are a float32, and their products exact
+            b_high = b_w.to(tl.bfloat16)
+            b_w -= b_high.to(tl.float32)
+            b_middle = b_w.to(tl.bfloat16)
+            b_low = (b_w - b_middle.to(tl.float32)).to(tl.bfloat16)
+            b_z = tl.dot(b_x, b_low, b_z)  # [BM, BC] @ [BC, BH] -> [BM, BH]
+            b_z = tl.dot(b_x, b_middle, b_z)
+            b_z = tl.dot(b_x, b_high, b_z)
+        else:
+            b_z = tl.dot(b_x.to(tl.float32), b_w, b_z, input_precision="ieee")
     b_z += tl.load(BIAS + o_h, mask=o_h < heads, other=0.0).to(tl.float32)[None, :]
     b_log = tl.minimum(b_z, 0.0) - _log1p(tl.exp(-tl.abs(b_z)))
     p_out = OUT + ((o_r // n_tokens)[:, None] * heads + o_h[None, :]) * n_tokens + (o_r % n_tokens)[:, None]
     tl.store(p_out, b_log, mask=m_r[:, None] & (o_h < heads)[None, :])
+
+
+@triton.jit
+def bias_kernel(X, OUT, stride, n_rows, columns, BH: tl.constexpr, BM: tl.constexpr):
+    """Sums of rows X `[n_rows, columns]`, those of every program apart: OUT `[programs, columns]`."""
+    o_h = tl.arange(0, BH)
+    b_sum = tl.zeros([BM, BH], tl.float32)
+    for start in range(tl.program_id(0) * BM, n_rows, tl.num_programs(0) * BM):
+        o_r = tl.cast(start, tl.int64) + tl.arange(0, BM)
+        m = (o_r < n_rows)[:, None] & (o_h < columns)[None, :]
+        b_sum += tl.load(X + o_r[:, None] * stride + o_h[None, :], mask=m, other=0.0).to(tl.float32)
+    tl.store(OUT + tl.program_id(0) * columns + o_h, tl.sum(b_sum, 0), mask=o_h < columns)
 
 
 @triton.jit

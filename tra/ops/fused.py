@@ -311,7 +311,6 @@ class Gradients(NamedTuple):
     key: Tensor
     value: Tensor
     forget: Tensor
-    bias: Tensor | None = None  # of the gates, [H], where `run_backward` has factors
 
 
 def run_backward(
@@ -361,7 +360,6 @@ def run_backward(
             if once
             else (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grads.key, grads.value))
         )
-        of_bias = None if factors is None else reference.new_empty(batch, heads, -(-n_queries // tile.rows))
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
             n_rows = blocks * tile.rows
@@ -373,7 +371,7 @@ def run_backward(
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             _kernels.query_gradient_kernel[(blocks * batch * heads,)](
                 q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
-                grads.query, grads.forget, of_bias, inner, slopes, offsets, span,
+                grads.query, grads.forget, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(), *sizes, *numbers,
                 **options, EARLY=early, BEFORE=factors is not None, STEEPEST=_steepest(query.dtype),
@@ -389,8 +387,6 @@ def run_backward(
                 RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
                 BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
             )  # fmt: skip
-        if of_bias is not None and grads.bias is not None:
-            torch.sum(of_bias, (0, 2), out=grads.bias)
         if not once:
             grads.key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
             grads.value.copy_(grad_v)
@@ -464,12 +460,12 @@ def _backward(
         grads, grad_out, query, key, value, log_forget, first, last, seed, Made(out, low, reference, total, stop),
         scale, threshold, score_bound, dropout, early,
     )  # fmt: skip
-    return tuple(grads[:4])  # type: ignore[return-value]
+    return tuple(grads)  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyped-def]
-    return tuple(_empty_gradients(query, key, value, log_forget)[:4])
+    return tuple(_empty_gradients(query, key, value, log_forget))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -18,9 +18,11 @@ from tra.ops._dropout import draw_seed
 from tra.ops._inputs import check_options, default_tolerance, without_autocast
 
 ROWS = 64
-"""Tokens of a block of the norm."""
-GATE_ROWS, GATE_COLUMNS = 16, 512
-"""Those of a block of the gates, and the columns that it reads at once."""
+"""Tokens of a block of the norm, and of the gates."""
+GATE_COLUMNS = 128
+"""Columns of x that a block of the gates reads at once."""
+BIAS_ROWS, BIAS_PROGRAMS = 128, 64
+"""Tokens that are summed at once for the gates' bias, and how many programs share the others."""
 UNIT = 16
 """Rows of gradients are a multiple of this many numbers, for aligned copies."""
 
@@ -131,11 +133,24 @@ def _log_forget(x: Tensor, gate: Tensor | None, gate_bias: Tensor | None, n_head
     rows = x.reshape(-1, columns).contiguous()
     out = torch.empty(batch, n_heads, length, device=x.device)
     with fused.on(x.device):
-        gate_kernel[(-(-len(rows) // GATE_ROWS),)](
-            rows, gate.contiguous(), gate_bias, out, rows.stride(0), len(rows), length, n_heads,
-            C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=fused.padded(n_heads), BM=GATE_ROWS,
+        gate_kernel[(-(-len(rows) // ROWS),)](
+            rows, gate.contiguous(), gate_bias, out, len(rows), length, n_heads,
+            C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=fused.padded(n_heads), BM=ROWS,
         )  # fmt: skip
     return out
+
+
+def _bias_gradient(forget: Tensor) -> Tensor:
+    """`[H]` from that of gates, `[B, T, H]`, in float32."""
+    from tra.ops._projection_kernels import bias_kernel
+
+    rows = forget.flatten(0, 1)
+    n_rows, heads = rows.shape
+    programs = min(BIAS_PROGRAMS, -(-n_rows // BIAS_ROWS))
+    sums = torch.empty(programs, heads, dtype=torch.float32, device=rows.device)
+    with fused.on(rows.device):
+        bias_kernel[(programs,)](rows, sums, rows.stride(0), n_rows, heads, BH=fused.padded(heads), BM=BIAS_ROWS)
+    return sums.sum(0)
 
 
 @torch.library.custom_op("tra::projected_forward", mutates_args=())
@@ -207,14 +222,15 @@ def _backward(
     grads = x.new_empty(*x.shape[:2], len(weight))
     query, key, value, rest = _heads(grads, n_heads, n_kv_heads, width)
     forget = rest[..., :n_heads].transpose(1, 2) if gated else torch.empty_like(log_forget)
-    rest[..., n_heads if gated else 0 :].zero_()
+    if rest.shape[2] > n_heads or not gated:
+        rest[..., n_heads if gated else 0 :].zero_()
     inputs = _heads(packed, n_heads, n_kv_heads, width)[:3]
     made = fused.Made(out, low, reference, total, stop)
-    bias = log_forget.new_empty(n_heads)
     fused.run_backward(
-        fused.Gradients(query, key, value, forget, bias), grad_out, *inputs, log_forget, None, None, seed, made,
+        fused.Gradients(query, key, value, forget), grad_out, *inputs, log_forget, None, None, seed, made,
         scale, threshold, score_bound, dropout, early, (query_factor, key_factor),
     )  # fmt: skip
+    bias = _bias_gradient(rest[..., :n_heads]) if gated else log_forget.new_empty(n_heads)
     return grads @ weight, grads.flatten(0, 1).T @ x.flatten(0, 1), bias
 
 
