@@ -591,9 +591,16 @@ def test_captured_in_a_cuda_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"impl": "auto"}])
 def test_the_layer_takes_the_kernels_by_itself(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training as part of one operator, else as they are."""
     called = []
-    original = torch.ops.tra.fused_forward
-    monkeypatch.setattr(torch.ops.tra, "fused_forward", lambda *args: called.append(1) or original(*args))
+    for name in ("projected_forward", "fused_forward"):
+        original = getattr(torch.ops.tra, name)
+        monkeypatch.setattr(
+            torch.ops.tra, name, lambda *args, name=name, original=original: called.append(name) or original(*args)
+        )
     layer = tra.ThresholdRelativeAttention(128, 4, **options).cuda()
-    layer(torch.randn(2, 64, 128, device="cuda")).sum().backward()
-    assert called
+    x = torch.randn(2, 64, 128, device="cuda")
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer(x)
+    assert called == ["projected_forward", "fused_forward"]

@@ -39,7 +39,7 @@ def gate_kernel(
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < n_rows
     o_h = tl.arange(0, BH)
-    b_z = tl.zeros([BM, BH], tl.float32)
+    b_z = tl.zeros([BM, BH], tl.float64)  # tensor cores cut off what they add to a sum: each block has its own
     for start in range(0, C, BC):
         o_c = start + tl.arange(0, BC)
         m_c = o_c < C
@@ -51,13 +51,15 @@ def gate_kernel(
             b_w -= b_high.to(tl.float32)
             b_middle = b_w.to(tl.bfloat16)
             b_low = (b_w - b_middle.to(tl.float32)).to(tl.bfloat16)
-            b_z = tl.dot(b_x, b_low, b_z)  # [BM, BC] @ [BC, BH] -> [BM, BH]
-            b_z = tl.dot(b_x, b_middle, b_z)
-            b_z = tl.dot(b_x, b_high, b_z)
+            b_rest = tl.dot(b_x, b_middle, tl.dot(b_x, b_low))  # [BM, BC] @ [BC, BH] -> [BM, BH]
+            b_z += tl.dot(b_x, b_high).to(tl.float64) + b_rest.to(tl.float64)
         else:
-            b_z = tl.dot(b_x.to(tl.float32), b_w, b_z, input_precision="ieee")
-    b_z += tl.load(BIAS + o_h, mask=o_h < heads, other=0.0).to(tl.float32)[None, :]
-    b_log = tl.minimum(b_z, 0.0) - _log1p(tl.exp(-tl.abs(b_z)))
+            b_z += tl.dot(b_x.to(tl.float32), b_w, input_precision="ieee").to(tl.float64)
+    b_z += tl.load(BIAS + o_h, mask=o_h < heads, other=0.0).to(tl.float64)[None, :]
+    b_power = tl.abs(b_z) * -1.4426950408889634  # its rounding would be an error of σ near 1, so exp2 has two parts
+    b_whole = b_power.to(tl.float32)
+    b_exp = tl.exp2(b_whole) * (1.0 + 0.6931472 * (b_power - b_whole.to(tl.float64)).to(tl.float32))
+    b_log = tl.minimum(b_z, 0.0).to(tl.float32) - _log1p(b_exp)
     p_out = OUT + ((o_r // n_tokens)[:, None] * heads + o_h[None, :]) * n_tokens + (o_r % n_tokens)[:, None]
     tl.store(p_out, b_log, mask=m_r[:, None] & (o_h < heads)[None, :])
 

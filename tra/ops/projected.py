@@ -19,7 +19,7 @@ from tra.ops._inputs import check_options, default_tolerance, without_autocast
 
 ROWS = 64
 """Tokens of a block of the norm, and of the gates."""
-GATE_COLUMNS = 128
+GATE_COLUMNS = 64
 """Columns of x that a block of the gates reads at once."""
 BIAS_ROWS, BIAS_PROGRAMS = 128, 64
 """Tokens that are summed at once for the gates' bias, and how many programs share the others."""
