@@ -131,12 +131,14 @@ def test_its_decoding_is_that_of_the_logs() -> None:
 
 def test_its_training_steps_are_those_of_the_log() -> None:
     rows = json.loads((ROOT / "results/bench/step-tra.json").read_text())["rows"]
-    mini, medium = (
-        {row["mechanism"]: f"{row['step_ms']:.2f}" for row in rows if row["size"] == size}
-        for size in ("mini", "medium")
+    mini, medium, large = (
+        {row["mechanism"]: f"{row['step_ms']:.2f}" for row in rows if (row["size"], row["vocabulary"]) == which}
+        for which in (("mini", 256), ("medium", 256), ("medium", 50304))
     )
-    assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in README
-    assert f"{medium['tra']} ms and {medium['rope']} ms" in README
+    text = README.replace("\n", " ")
+    assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in text
+    assert f"at 64 × 256 {medium['tra']} ms and {medium['rope']} ms, with GPT-2's vocabulary {large['tra']} ms" in text
+    assert f"and {large['rope']} ms" in text
 
 
 def test_its_tasks_are_those_of_the_logs() -> None:
@@ -163,7 +165,8 @@ def test_its_language_models_are_those_of_the_logs() -> None:
         rows = read_rows(ROOT / "results/language" / name / "perplexity.jsonl")
         found = {row["window"]: row["perplexity"] for row in rows if (row["text"], row["overlap"]) == TEST_ARTICLES}
         assert f"| {label} | {found[128]:.1f} | {found[4096]:.1f} | {found[16384]:.1f} |" in README
-    tra, rope = json.loads((ROOT / "results/bench/step-language.json").read_text())["rows"]
+    steps = json.loads((ROOT / "results/bench/step-tra.json").read_text())["rows"]
+    tra, rope = (row for row in steps if row["vocabulary"] == 50304)
     assert f"{tra['step_ms']:.1f} ms and {tra['peak_mib'] / 1024:.1f} GiB, with RoPE {rope['step_ms']:.1f} ms" in README
     cost = {
         (row["size"], row["mechanism"]): row["step_ms"]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import tra
 from tests.ops import compare
 from tests.ops.compare import causal
-from tests.ops.test_fused import DEVICE, DTYPES
+from tests.ops.test_fused import DEVICE, DTYPES, MOSTLY_HALF
+from tests.slow import slow
 from tra.attention import ThresholdRelativeAttention
 from tra.attention import tra as layer_file
 from tra.attention._base import Given
@@ -101,9 +102,9 @@ SHAPES = {
 }
 
 
-@DTYPES
-@pytest.mark.parametrize("score_bound", [None, 5.1], ids=["online", "fixed"])
-@pytest.mark.parametrize("shape", list(SHAPES))
+@MOSTLY_HALF
+@pytest.mark.parametrize("score_bound", [5.1, *slow(None)], ids=["fixed", "online"])
+@pytest.mark.parametrize("shape", ["plain", "grouped", "no gates", "chunks", *slow("many heads")])
 def test_results_and_gradients(
     shape: str, score_bound: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

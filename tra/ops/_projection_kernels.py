@@ -66,14 +66,14 @@ def gate_kernel(
 
 @triton.jit
 def bias_kernel(X, OUT, stride, n_rows, columns, BH: tl.constexpr, BM: tl.constexpr):
-    """Sums of rows X `[n_rows, columns]`, those of every program apart: OUT `[programs, columns]`."""
+    """Sums of rows X `[n_rows, columns]`, those of every program apart: OUT `[columns, programs]`."""
     o_h = tl.arange(0, BH)
     b_sum = tl.zeros([BM, BH], tl.float32)
     for start in range(tl.program_id(0) * BM, n_rows, tl.num_programs(0) * BM):
         o_r = tl.cast(start, tl.int64) + tl.arange(0, BM)
         m = (o_r < n_rows)[:, None] & (o_h < columns)[None, :]
         b_sum += tl.load(X + o_r[:, None] * stride + o_h[None, :], mask=m, other=0.0).to(tl.float32)
-    tl.store(OUT + tl.program_id(0) * columns + o_h, tl.sum(b_sum, 0), mask=o_h < columns)
+    tl.store(OUT + o_h * tl.num_programs(0) + tl.program_id(0), tl.sum(b_sum, 0), mask=o_h < columns)
 
 
 @triton.jit

@@ -147,10 +147,10 @@ def _bias_gradient(forget: Tensor) -> Tensor:
     rows = forget.flatten(0, 1)
     n_rows, heads = rows.shape
     programs = min(BIAS_PROGRAMS, -(-n_rows // BIAS_ROWS))
-    sums = torch.empty(programs, heads, dtype=torch.float32, device=rows.device)
+    sums = torch.empty(heads, programs, dtype=torch.float32, device=rows.device)
     with fused.on(rows.device):
         bias_kernel[(programs,)](rows, sums, rows.stride(0), n_rows, heads, BH=fused.padded(heads), BM=BIAS_ROWS)
-    return sums.sum(0)
+    return sums.sum(1)
 
 
 @torch.library.custom_op("tra::projected_forward", mutates_args=())
