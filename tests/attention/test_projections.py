@@ -68,6 +68,18 @@ def test_what_stands_in_a_projections_place_is_called(name: str, monkeypatch: py
         plain = changed
 
 
+def test_weights_of_another_kind_are_left_to_their_layer() -> None:
+    """Quantised or spread over devices, say."""
+
+    class Quantised(Tensor):
+        pass
+
+    layer = nn.Linear(4, 4, bias=False)
+    assert _base.is_plain(layer)
+    layer.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Quantised))
+    assert not _base.is_plain(layer)
+
+
 def test_where_it_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = type("OnGpu", (), {"is_cuda": True})()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -136,7 +136,7 @@ def test_what_is_normalised_is_pytorchs_norm() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("columns", "heads"), [(48, 4), (600, 3), (16, 17)])
+@pytest.mark.parametrize(("columns", "heads"), [(48, 4), (600, 3), (16, 130)])
 def test_gates_are_in_float32(columns: int, heads: int, dtype: torch.dtype) -> None:
     """Also those that hardly forget, and those that forget all; of inputs in half precision too."""
     draws = torch.Generator().manual_seed(columns)
@@ -152,12 +152,20 @@ def test_gates_are_in_float32(columns: int, heads: int, dtype: torch.dtype) -> N
         assert error <= 2 * max(allowed, torch.finfo(torch.float32).eps), f"{error} > 2 · {allowed}"
 
 
-@pytest.mark.parametrize("rows", [1, 300, 9000])
-def test_the_gradient_of_the_bias(rows: int) -> None:
+def test_gates_that_are_no_numbers() -> None:
+    """NaN in, NaN out; the infinite ones as PyTorch has them."""
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1.0], device=DEVICE).repeat(16, 1).T[None].contiguous()
+    weight, bias = torch.ones(1, 16, device=DEVICE), torch.zeros(1, device=DEVICE)
+    found = projected._log_forget(x, weight, bias, 1)
+    torch.testing.assert_close(found, F.logsigmoid(F.linear(x, weight, bias)).transpose(1, 2), equal_nan=True)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 5), (300, 70), (9000, 5)])
+def test_the_gradient_of_the_bias(rows: int, heads: int) -> None:
     """A sum in float32, of columns between others, whatever is left for the last block."""
-    x = torch.randn(1, rows, 16, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
-    expected = x[..., 3:8].double().sum((0, 1)).float()
-    torch.testing.assert_close(projected._bias_gradient(x[..., 3:8]), expected, rtol=1e-5, atol=1e-4)
+    x = torch.randn(1, rows, heads + 8, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    expected = x[..., 3 : 3 + heads].double().sum((0, 1)).float()
+    torch.testing.assert_close(projected._bias_gradient(x[..., 3 : 3 + heads]), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_operators_are_what_they_say() -> None:

@@ -229,10 +229,11 @@ def one_product_is_best(x: Tensor) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether to call a projection is to multiply by its weight: no subclass, adapter or hook."""
+    """Whether to call a projection is to multiply by its weight: no subclass, adapter, hook, or odd kind of weight."""
+    if type(layer) is not ForgetGate and (type(layer) is not nn.Linear or layer.bias is not None):
+        return False
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    ours = type(layer) is ForgetGate or (type(layer) is nn.Linear and layer.bias is None)
-    return ours and not any(hooks) and "forward" not in vars(layer)
+    return type(layer.weight) in (nn.Parameter, Tensor) and not any(hooks) and "forward" not in vars(layer)
 
 
 def check_masks(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None) -> None:

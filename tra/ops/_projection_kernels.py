@@ -35,10 +35,10 @@ def gate_kernel(
     X, WEIGHT, BIAS, OUT, n_rows, n_tokens, heads,
     C: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """log σ(w · x + b) of rows X `[B T, C]`, in float32, as `[B, heads, T]`."""
+    """log σ(w · x + b) of rows X `[B T, C]`, in float32, as `[B, heads, T]`; a program has BH of the heads."""
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < n_rows
-    o_h = tl.arange(0, BH)
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     b_z = tl.zeros([BM, BH], tl.float64)  # tensor cores cut off what they add to a sum: each block has its own
     for start in range(0, C, BC):
         o_c = start + tl.arange(0, BC)
@@ -57,6 +57,7 @@ def gate_kernel(
             b_z += tl.dot(b_x.to(tl.float32), b_w, input_precision="ieee").to(tl.float64)
     b_z += tl.load(BIAS + o_h, mask=o_h < heads, other=0.0).to(tl.float64)[None, :]
     b_power = tl.abs(b_z) * -1.4426950408889634  # its rounding would be an error of σ near 1, so exp2 has two parts
+    b_power = tl.where(b_power < -1000.0, -1000.0, b_power)  # infinite parts would be NaN; a NaN stays
     b_whole = b_power.to(tl.float32)
     b_exp = tl.exp2(b_whole) * (1.0 + 0.6931472 * (b_power - b_whole.to(tl.float64)).to(tl.float32))
     b_log = tl.minimum(b_z, 0.0).to(tl.float32) - _log1p(b_exp)
@@ -67,7 +68,7 @@ def gate_kernel(
 @triton.jit
 def bias_kernel(X, OUT, stride, n_rows, columns, BH: tl.constexpr, BM: tl.constexpr):
     """Sums of rows X `[n_rows, columns]`, those of every program apart: OUT `[columns, programs]`."""
-    o_h = tl.arange(0, BH)
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     b_sum = tl.zeros([BM, BH], tl.float32)
     for start in range(tl.program_id(0) * BM, n_rows, tl.num_programs(0) * BM):
         o_r = tl.cast(start, tl.int64) + tl.arange(0, BM)

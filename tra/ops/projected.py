@@ -19,8 +19,8 @@ from tra.ops._inputs import check_options, default_tolerance, without_autocast
 
 ROWS = 64
 """Tokens of a block of the norm, and of the gates."""
-GATE_COLUMNS = 64
-"""Columns of x that a block of the gates reads at once."""
+GATE_COLUMNS, GATE_HEADS = 64, 64
+"""Columns of x that a block of the gates reads at once, and the heads that it has at most."""
 BIAS_ROWS, BIAS_PROGRAMS = 128, 64
 """Tokens that are summed at once for the gates' bias, and how many programs share the others."""
 UNIT = 16
@@ -133,9 +133,10 @@ def _log_forget(x: Tensor, gate: Tensor | None, gate_bias: Tensor | None, n_head
     rows = x.reshape(-1, columns).contiguous()
     out = torch.empty(batch, n_heads, length, device=x.device)
     with fused.on(x.device):
-        gate_kernel[(-(-len(rows) // ROWS),)](
+        heads = min(GATE_HEADS, fused.padded(n_heads))
+        gate_kernel[(-(-len(rows) // ROWS), -(-n_heads // heads))](
             rows, gate.contiguous(), gate_bias, out, len(rows), length, n_heads,
-            C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=fused.padded(n_heads), BM=ROWS,
+            C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=heads, BM=ROWS,
         )  # fmt: skip
     return out
 
@@ -149,7 +150,10 @@ def _bias_gradient(forget: Tensor) -> Tensor:
     programs = min(BIAS_PROGRAMS, -(-n_rows // BIAS_ROWS))
     sums = torch.empty(heads, programs, dtype=torch.float32, device=rows.device)
     with fused.on(rows.device):
-        bias_kernel[(programs,)](rows, sums, rows.stride(0), n_rows, heads, BH=fused.padded(heads), BM=BIAS_ROWS)
+        at_once = min(GATE_HEADS, fused.padded(heads))
+        bias_kernel[(programs, -(-heads // at_once))](
+            rows, sums, rows.stride(0), n_rows, heads, BH=at_once, BM=BIAS_ROWS
+        )
     return sums.sum(1)
 
 
