@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tra.ops import _decode_kernel, _kernels, _tiles, decode
+from tra.ops import _backward_kernels, _decode_kernel, _forward_kernel, _tiles, decode
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 FLOAT32 = (
@@ -103,19 +103,19 @@ def main() -> None:
         (forward, *_) = _tiles.FORWARD[2, width]
         block = {"BM": forward.rows, "BN": forward.keys, "STEEPEST": 120.0}
         more = {"NORMS": False, "EARLY": False, "KEEP_LOW": False, "SHIFT": 0.0}
-        kernel = _kernels.forward_kernel
+        kernel = _forward_kernel.forward_kernel
         show(f"forward, {width}", kernel, forward.warps, forward.stages, plain | block | more, forward.registers)
         for walks, table in (("long", _tiles.BACKWARD), ("short", _tiles.BACKWARD_SHORT)):
             (backward, *_) = table[2, width]
             block = {"BM": backward.rows, "BN": backward.query_keys, "COARSER": backward.keys // backward.query_keys}
             more = {"STEEPEST": 120.0, "EARLY": False, "BEFORE": True}
             show(
-                f"dq, {walks} walks, {width}", _kernels.query_gradient_kernel, backward.query_warps,
+                f"dq, {walks} walks, {width}", _backward_kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
         block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
         more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "BEFORE": True}
-        kernel = _kernels.key_gradient_kernel
+        kernel = _backward_kernels.key_gradient_kernel
         show(f"dk dv, {width}", kernel, backward.key_warps, backward.key_stages, plain | block | more)
         (tile, *_) = decode.TILES[2, width]
         block = {"BM": tile.rows, "BN": tile.keys, "CHUNK": 16, "UNIT": 8, "n_queries": 1}

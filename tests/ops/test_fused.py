@@ -17,6 +17,7 @@ from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tests.slow import slow
 from tra.ops import _tiles, attention_map, fused
+from tra.ops._cut import cut
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -140,7 +141,7 @@ def test_threshold_and_scale(threshold: float, scale: float) -> None:
 def test_the_cut_decides_as_the_definition(scale: float, threshold: float) -> None:
     near = torch.tensor(threshold / scale if scale else 1.0).nan_to_num()
     x = torch.cat([near + torch.arange(-50, 51) * near.abs().clamp(min=1e-38) * 2**-24, torch.tensor([-1.0, 0.0, 1.0])])
-    assert torch.equal(x <= fused._cut(scale, threshold), x * scale <= threshold)
+    assert torch.equal(x <= cut(scale, threshold), x * scale <= threshold)
 
 
 @pytest.mark.parametrize("gate", [-0.1, *slow(-20.0, -3.0, -1e-4, 0.0)])

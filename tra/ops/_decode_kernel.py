@@ -1,8 +1,8 @@
 """The Triton kernels of decoding: few queries, many keys, in pieces; `tra/ops/README.md` has the derivation.
 
-Names and units are those of `_kernels.py`. Here keys are the rows of a product and queries its columns: few queries
-fill 16 columns where they would have to fill 64 rows, and q·k is still the instruction, summed in the order, of the
-other kernels, so that all keep the same keys, to the bit.
+Names and units are those of `_kernel_parts.py`. Here keys are the rows of a product and queries its columns: few
+queries fill 16 columns where they would have to fill 64 rows, and q·k is still the instruction, summed in the order, of
+the other kernels, so that all keep the same keys, to the bit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tra.ops._kernels import FAR, LOG2_E, _log, _power, _slopes
+from tra.ops._kernel_parts import FAR, LOG2_E, log, power, slopes
 
 SIZES = ["stride_s", "n_keys", "kv_heads", "start", "span", "least", "before", "pieces"]
 """Arguments whose values (1, multiples of 16) aren't worth a kernel of their own."""
@@ -56,10 +56,10 @@ def _decode_block(
     if not FIXED:
         b_new = tl.maximum(b_ref, tl.max(b_x, 0))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink = _power(b_ref - b_safe, EXACT)[None, :]
+        b_shrink = power(b_ref - b_safe, EXACT)[None, :]
         b_x -= b_safe[None, :]
         b_totals, b_o, b_ref = b_totals * b_shrink, b_o * b_shrink, b_new
-    b_p = _power(b_x, EXACT).to(b_v.dtype)
+    b_p = power(b_x, EXACT).to(b_v.dtype)
     b_totals += b_p.to(tl.float32)  # of the weights as rounded as they meet the values
     b_o = tl.dot(tl.trans(b_v), b_p, b_o, input_precision=PRECISION)  # [BDV, BN] @ [BN, BM] -> [BDV, BM]
     return b_o, b_totals, b_ref, b_counts
@@ -73,13 +73,13 @@ def _keys_to_go(
     """For how many more keys it isn't worth asking again; 0 if all left of `edge` provably doesn't count, for all rows.
 
     It is weighed against the piece's own sum, or `b_known`, that of newer pieces, whichever is larger. The estimate is
-    `_kernels._walk`'s: by the rate at which the slowest row has kept keys.
+    `_forward_kernel._walk`'s: by the rate at which the slowest row has kept keys.
     """
     b_left = (edge - b_first).to(tl.float32)
     b_decay = b_slope * (b_count + 1.0)
-    b_rest = bound + b_decay + _log(tl.minimum(tl.maximum(b_left, 1.0), b_geometric), EXACT)
+    b_rest = bound + b_decay + log(tl.minimum(tl.maximum(b_left, 1.0), b_geometric), EXACT)
     b_rest += (1.0 + tl.abs(bound) + tl.abs(b_decay)) * 1e-6  # more than what rounding can hide
-    b_excess = b_rest - (tl.maximum(b_ref + _log(b_total, EXACT), b_known) + log_tolerance)
+    b_excess = b_rest - (tl.maximum(b_ref + log(b_total, EXACT), b_known) + log_tolerance)
     m_going = (b_left > 0) & ~(b_excess < 0.0)
     b_excess = tl.minimum(b_excess, -1.5 * log_tolerance)  # a row that has kept nothing yet
     b_keys = b_excess / tl.minimum(b_slope, -1e-30) * (walked + 64.0) / (-b_count - 32.0)
@@ -112,11 +112,11 @@ def _known(
         b_x = tl.where(b_t == 0.0, float("-inf"), b_r + b_slope[None, :] * b_right)
         b_new = tl.maximum(b_ref, tl.max(b_x, 0))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_total = b_total * _power(b_ref - b_safe, EXACT) + tl.sum(b_t * _power(b_x - b_safe[None, :], EXACT), 0)
+        b_total = b_total * power(b_ref - b_safe, EXACT) + tl.sum(b_t * power(b_x - b_safe[None, :], EXACT), 0)
         b_ref = b_new
         b_count += tl.sum(b_c, 0)
     b_shift = b_slope * b_count
-    b_known = b_ref + _log(b_total, EXACT) - b_shift - (1.0 + tl.abs(b_ref) + tl.abs(b_shift)) * 1e-6
+    b_known = b_ref + log(b_total, EXACT) - b_shift - (1.0 + tl.abs(b_ref) + tl.abs(b_shift)) * 1e-6
     return b_known, stopped
 
 
@@ -155,7 +155,7 @@ def decode_kernel(
     b_last = tl.where(m_sees, b_last, -1)
     oldest, newest = tl.min(b_first), tl.max(b_last)
     p_forget = FORGET + i_b * stride_fb + o_h * stride_fh + o_t * stride_f
-    b_slope = _slopes(p_forget, m_m, False, EXACT, 1e30)  # powers of it stay finite
+    b_slope = slopes(p_forget, m_m, False, EXACT, 1e30)  # powers of it stay finite
 
     high = (newest + BN) // BN - 1 - start
     low = tl.maximum(oldest // BN, high - span + 1)
@@ -258,7 +258,7 @@ def merge_kernel(
     b_right = tl.cumsum(b_count, 0) - b_count
     b_x = tl.where(b_total == 0.0, float("-inf"), b_ref + slope * b_right)
     highest = tl.max(b_x)
-    b_w = _power(b_x - tl.where(highest == float("-inf"), 0.0, highest), EXACT)
+    b_w = power(b_x - tl.where(highest == float("-inf"), 0.0, highest), EXACT)
     total = tl.sum(b_total * b_w)
     o_dv = tl.program_id(1) * BDV + tl.arange(0, BDV)
     m_o = (b_w != 0.0)[:, None] & (o_dv < DV)[None, :]

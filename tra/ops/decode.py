@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tra.ops import _tiles
+from tra.ops._cut import cut
 from tra.ops._tiles import Forward
 
 MOST_QUERIES = 16
@@ -146,7 +147,7 @@ def attend(
     q, k, v = fused._rows_contiguous(query), _aligned(key), _aligned(value)
     unit_of_rows = 1 if exact else math.gcd(UNIT, width, value_width, *k.stride()[:3], *v.stride()[:3])
     mask = None if key_mask is None else key_mask.view(torch.uint8)
-    numbers = (scale * unit, fused._cut(scale, threshold), bound, math.log(tolerance) * unit if early else 0.0)
+    numbers = (scale * unit, cut(scale, threshold), bound, math.log(tolerance) * unit if early else 0.0)
     options: dict[str, Any] = {
         "D": width,
         "DV": value_width,

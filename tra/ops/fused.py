@@ -1,7 +1,8 @@
 """The walk as fused Triton kernels: forward and backward, registered as operators.
 
-`_kernels.py` has the kernels, `_tiles.py` their block shapes; this file prepares their arguments. Few queries go to
-`decode.py`. Triton is imported at the first call, so that nobody needs it who doesn't use it.
+`_forward_kernel.py` and `_backward_kernels.py` have the kernels, `_tiles.py` their block shapes; this file prepares
+their arguments. Few queries go to `decode.py`. Triton is imported at the first call, so that nobody needs it who doesn't
+use it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import struct
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tra.ops import _tiles, decode
+from tra.ops._cut import cut
 from tra.ops._inputs import Visible, without_autocast
 from tra.ops._layout import without_padding
 
@@ -97,38 +97,6 @@ def fused(
     return torch.ops.tra.fused_forward(
         query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance, training
     )[0]  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _cut(scale: float, threshold: float) -> float:
-    """The largest float32 x with `x · scale <= threshold` in float32: `x <= cut` decides as the definition does."""
-    scale, threshold = _float32(scale), _float32(threshold)
-    low, high = _order(-math.inf), _order(math.inf)
-    while low < high:  # the product is monotone in x
-        middle = (low + high + 1) // 2
-        if _float32(_unorder(middle) * scale) <= threshold:
-            low = middle
-        else:
-            high = middle - 1
-    return _unorder(low)
-
-
-def _float32(x: float) -> float:
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", x))[0])
-    except OverflowError:
-        return math.copysign(math.inf, x)
-
-
-def _order(x: float) -> int:
-    """float32 as integers in the same order."""
-    bits: int = struct.unpack("<i", struct.pack("<f", x))[0]
-    return bits if bits >= 0 else -(bits & 0x7FFFFFFF)
-
-
-def _unorder(number: int) -> float:
-    bits = number if number >= 0 else -number | 0x80000000
-    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def _online(dtype: torch.dtype, threshold: float, score_bound: float | None) -> bool:
@@ -263,7 +231,7 @@ def run_forward(
     tolerance: float,
     training: bool,
 ) -> Made:
-    from tra.ops import _kernels
+    from tra.ops._forward_kernel import forward_kernel
 
     batch, heads, n_queries, width = query.shape
     kv_heads, n_keys = key.shape[1:3]
@@ -291,10 +259,10 @@ def run_forward(
 
     def launch(tile: _tiles.Forward) -> None:
         blocks = -(-n_queries // tile.rows)
-        _kernels.forward_kernel[(blocks * batch * heads,)](
+        forward_kernel[(blocks * batch * heads,)](
             q, k, v, log_forget, first, last, longest, seed, *made,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *made.out.stride()[:3],
-            n_queries, n_keys, heads, heads // kv_heads, scale * unit, _cut(scale, threshold), bound,
+            n_queries, n_keys, heads, heads // kv_heads, scale * unit, cut(scale, threshold), bound,
             math.log(tolerance) * unit if early else 0.0, *_drop_arguments(dropout),
             **options, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
             **_limit(tile.registers),
@@ -336,7 +304,7 @@ def run_backward(
     With `factors` `[B, H, Tq]` and `[B, Hkv, Tk]` queries and keys came from a norm that multiplied rows by these, and
     log_forget from log σ: gradients are those of what went in.
     """
-    from tra.ops import _kernels
+    from tra.ops._backward_kernels import key_gradient_kernel, query_gradient_kernel
 
     batch, heads, n_queries, _ = query.shape
     kv_heads, n_keys = key.shape[1:3]
@@ -349,7 +317,7 @@ def run_backward(
         low = torch.zeros_like(out)
     online = _online(query.dtype, threshold, score_bound)
     options = _shape_options(query, value, first, dropout) | {"ONLINE": online, "EXACT": exact}
-    numbers = (scale, scale * (1.0 if exact else LOG2_E), _cut(scale, threshold), *_drop_arguments(dropout))
+    numbers = (scale, scale * (1.0 if exact else LOG2_E), cut(scale, threshold), *_drop_arguments(dropout))
 
     def launch(tile: _tiles.Backward) -> None:
         n_blocks = -(-n_keys // tile.keys)
@@ -369,7 +337,7 @@ def run_backward(
             offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
             span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
-            _kernels.query_gradient_kernel[(blocks * batch * heads,)](
+            query_gradient_kernel[(blocks * batch * heads,)](
                 q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
                 grads.query, grads.forget, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
@@ -378,7 +346,7 @@ def run_backward(
                 BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
                 num_warps=tile.query_warps, num_stages=tile.query_stages, **_limit(tile.query_registers),
             )  # fmt: skip
-            _kernels.key_gradient_kernel[(seen * batch * kv_heads,)](
+            key_gradient_kernel[(seen * batch * kv_heads,)](
                 q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
                 *grad_k.stride()[:3], *grad_v.stride()[:3], seen, *sizes, *numbers,
