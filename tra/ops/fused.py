@@ -1,8 +1,7 @@
 """The walk as fused Triton kernels: forward and backward, registered as operators.
 
-`_forward_kernel.py` and `_backward_kernels.py` have the kernels, `_tiles.py` their block shapes; this file prepares
-their arguments. Few queries go to `decode.py`. Triton is imported at the first call, so that nobody needs it who doesn't
-use it.
+`_forward_kernel.py` and `_backward_kernels.py` have the kernels, `_tiles.py` their block shapes; here arguments are
+prepared. Few queries go to `decode.py`. Triton is imported at the first call: who doesn't use it needn't have it.
 """
 
 from __future__ import annotations
