@@ -592,7 +592,7 @@ def test_captured_in_a_cuda_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"impl": "auto"}])
 def test_the_layer_takes_the_kernels_by_itself(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training as part of one operator, else as they are."""
+    """In training by way of one operator, else as they are."""
     called = []
     for name in ("projected_forward", "fused_forward"):
         original = getattr(torch.ops.tra, name)
@@ -604,4 +604,4 @@ def test_the_layer_takes_the_kernels_by_itself(options: dict[str, str], monkeypa
     layer(x).sum().backward()
     with torch.no_grad():
         layer(x)
-    assert called == ["projected_forward", "fused_forward"]
+    assert called == ["projected_forward", "fused_forward", "fused_forward"]

@@ -215,7 +215,8 @@ def empty_made(query: Tensor, value: Tensor, training: bool) -> Made:
     )
 
 
-def run_forward(
+@torch.library.custom_op("tra::fused_forward", mutates_args=())
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -229,7 +230,8 @@ def run_forward(
     dropout: float,
     tolerance: float,
     training: bool,
-) -> Made:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `Made`."""
     from tra.ops._forward_kernel import forward_kernel
 
     batch, heads, n_queries, width = query.shape
@@ -270,7 +272,12 @@ def run_forward(
     tiles = _tiles.candidates(_tiles.FORWARD, options["BD"], options["BDV"], q.element_size(), q.device)
     with on(q.device):
         _tiles.run((q.device, query.dtype, *options.values()), n_keys, tiles, launch)
-    return made
+    return tuple(made)  # type: ignore[return-value]
+
+
+@_forward.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return tuple(empty_made(query, value, training=rest[9]))
 
 
 class Gradients(NamedTuple):
@@ -368,36 +375,6 @@ def run_backward(
 def _before_norm(grad: Tensor, normalised: Tensor, factor: Tensor) -> Tensor:
     """As the kernels' of that name."""
     return (grad - normalised * (grad * normalised).mean(-1, keepdim=True)) * factor[..., None]
-
-
-@torch.library.custom_op("tra::fused_forward", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_forget: Tensor,
-    first: Tensor | None,
-    last: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    threshold: float,
-    score_bound: float | None,
-    dropout: float,
-    tolerance: float,
-    training: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `Made`."""
-    return tuple(  # type: ignore[return-value]
-        run_forward(
-            query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance,
-            training,
-        )
-    )  # fmt: skip
-
-
-@_forward.register_fake
-def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
-    return tuple(empty_made(query, value, training=rest[9]))
 
 
 @torch.library.custom_op("tra::fused_backward", mutates_args=())

@@ -181,9 +181,9 @@ def _forward(
     log_forget = _log_forget(x, gate, gate_bias, n_heads)
     packed = F.linear(x, weight[: (n_heads + 2 * n_kv_heads) * width])
     factors = _normalise(packed, n_heads, n_kv_heads, width, eps)
-    made = fused.run_forward(
+    made = torch.ops.tra.fused_forward(
         *_heads(packed, n_heads, n_kv_heads, width)[:3], log_forget, None, None, seed, scale, threshold, score_bound,
-        dropout, tolerance, training=True,
+        dropout, tolerance, True,
     )  # fmt: skip
     return *made, log_forget, packed, *factors
 
