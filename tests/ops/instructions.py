@@ -19,29 +19,16 @@ from triton.compiler import ASTSource
 from tra.ops import _backward_kernels, _decode_kernel, _forward_kernel, _tiles, decode
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-FLOAT32 = (
-    "FORGET",
-    "LONGEST",
-    "REF",
-    "TOTAL",
-    "INNER",
-    "OFFSETS",
-    "SLOPES",
-    "DFORGET",
-    "DBIAS",
-    "FACTOR",
-    "PARTS",
-    "STATS",
-)
+FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "INNER", "OFFSETS", "SLOPES", "FACTOR", "PARTS", "STATS")
 TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN"), "i32")
 FLOATS = ("score_scale", "scale", "cut", "bound", "log_tolerance", "drop_scale")
 ABSENT = ("FIRST", "LAST", "SEED", "MASK")
-ONE = ("stride_f", "stride_df", "group")
+ONE = ("stride_f", "group")
 ROUND = ("n_queries", "n_rows", "chunk")
 
 
 def compiled(kernel: Any, warps: int, stages: int, constants: dict[str, Any], registers: int = 0) -> Any:
-    """For plainly causal inputs of one head per key head; lengths, strides and pointers are multiples of 16."""
+    """As a layer's training launches it: plainly causal, one head per key head, lengths and so on multiples of 16."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], Any] = {}

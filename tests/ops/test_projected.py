@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import tra
@@ -20,7 +21,6 @@ from tests.ops.test_fused import DEVICE, DTYPES, MOSTLY_HALF
 from tests.slow import slow
 from tra.attention import ThresholdRelativeAttention
 from tra.attention import tra as layer_file
-from tra.attention._base import Given
 from tra.ops import fused, projected
 from tra.ops.projected import Weights, attention_of_projections, takes_projections
 
@@ -203,19 +203,20 @@ def test_the_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_of_ones_own_is_asked() -> None:
-    """One that attends otherwise, or to other heads."""
-
-    class Twice(ThresholdRelativeAttention):
-        def attend(self, given: Given) -> Tensor:
-            return 2 * super().attend(given)
-
-    torch.manual_seed(0)
-    layer, twice = (kind(32, 2, impl="triton").to(DEVICE) for kind in (ThresholdRelativeAttention, Twice))
-    twice.load_state_dict(layer.state_dict())
+@pytest.mark.parametrize("name", layer_file.PARTS)
+def test_a_layer_of_ones_own_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that overrides a part of it, for all of its kind or for one."""
     x = torch.randn(2, 40, 32, device=DEVICE)
-    bias = layer.out.bias
-    torch.testing.assert_close(twice(x) - bias, 2 * (layer(x) - bias))
+    plain = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    original = getattr(ThresholdRelativeAttention, name)
+    kind = type("Own", (ThresholdRelativeAttention,), {name: lambda self, *args, **rest: original(self, *args, **rest)})
+    own, patched = kind(32, 2, impl="triton").to(DEVICE), ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    monkeypatch.setattr(patched, name, getattr(patched, name))
+    assert plain._is_one_operator(x)
+    assert not own._is_one_operator(x)
+    assert not patched._is_one_operator(x)
+    monkeypatch.setattr(layer_file, "attention_of_projections", None)
+    assert own(x).shape == patched(x).shape == x.shape
 
 
 def test_a_projection_of_ones_own_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +262,108 @@ def test_a_model_in_half_precision() -> None:
         assert parameter.grad.any()
 
 
+def test_hooks_for_all_modules_are_asked() -> None:
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    for register in (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert not layer._is_one_operator(x)
+        handle.remove()
+        assert layer._is_one_operator(x)
+
+
+def test_dtypes_that_do_not_fit_are_an_error() -> None:
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    layer.key.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])
+def test_empty_inputs_are_an_error(shape: tuple[int, ...]) -> None:
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    with pytest.raises(ValueError, match=r"x is empty: got shape .*, expected every dimension to be at least 1"):
+        layer(torch.zeros(shape, device=DEVICE))
+
+
+def test_dropout_is_the_operators() -> None:
+    """With the same draws: those of the seed that the next call takes."""
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", dropout=0.3).to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    outs = []
+    for mask in (None, torch.ones(2, 40, dtype=torch.bool, device=DEVICE)):
+        torch.manual_seed(5)
+        outs.append(layer(x, mask))
+    torch.testing.assert_close(*outs)
+    assert not torch.equal(layer(x), outs[0])
+
+
+def test_only_what_is_wanted_is_worked_out() -> None:
+    """A frozen layer still passes gradients on; without those of x weights still have theirs."""
+    torch.manual_seed(0)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
+    weights = [layer.query.weight, layer.key.weight, layer.value.weight, layer.gate.weight, layer.gate.bias]
+    of_x, *of_weights = torch.autograd.grad(layer(x).square().sum(), [x, *weights])
+    alone = torch.autograd.grad(layer(x.detach()).square().sum(), weights)
+    assert all(torch.equal(one, other) for one, other in zip(alone, of_weights, strict=True))
+    layer.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(layer(x).square().sum(), x)[0], of_x)
+    layer.gate.requires_grad_(True)
+    assert torch.equal(torch.autograd.grad(layer(x).square().sum(), layer.gate.bias)[0], of_weights[4])
+
+
+def test_any_layout_in_memory() -> None:
+    """Of x, and of weights that someone else hands in."""
+    torch.manual_seed(0)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    out = layer(x)
+    torch.testing.assert_close(layer(x.transpose(1, 2).contiguous().transpose(1, 2)), out)
+    handed = {name: torch.stack([y, y + 1], -1)[..., 0] for name, y in layer.named_parameters()}
+    torch.testing.assert_close(torch.func.functional_call(layer, handed, (x,)), out)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", dropout=0.3).to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
+    found = []
+    for through in (layer, lambda y: torch.utils.checkpoint.checkpoint(layer, y, use_reentrant=reentrant)):
+        torch.manual_seed(5)
+        layer.zero_grad()
+        through(x).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in layer.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_under_autocast() -> None:
+    """Half precision in, float32 weights' gradients out; as near to float32 as the other way is."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    torch.manual_seed(0)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", threshold=-math.inf).to(DEVICE)
+    x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    found = []
+    for precise, given in ((True, None), (False, None), (False, mask)):
+        with torch.autocast(DEVICE, dtype, enabled=not precise):
+            out = layer(x, given)
+        found.append(torch.autograd.grad(out.float().square().sum(), [x, *layer.parameters()]))
+    for right, one, other in zip(*found, strict=True):
+        assert one.dtype == torch.float32
+        error, allowed = ((y - right).square().mean().sqrt() for y in (one, other))
+        assert error <= 2 * allowed
+
+
 @pytest.mark.parametrize("mechanism", ["tra", "tra-threshold-only"])
 def test_compiled(mechanism: str) -> None:
-    """As one graph, with the gradients it has otherwise: both ways in float32, so only sums are in another order."""
+    """As one graph, with the gradients that it has uncompiled: both ways in float32, so only sums' order differs."""
     torch.manual_seed(0)
     layer = tra.attention.MECHANISMS[mechanism](32, 2, impl="triton").to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)

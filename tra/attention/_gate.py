@@ -28,7 +28,10 @@ class ForgetGate(nn.Linear):
         nn.init.constant_(self.bias, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32 also under autocast, as distances multiply its error, of the x that other projections see."""
+        """In float32 also under autocast, as distances multiply its error, of the x that other projections see.
+
+        Uncompiled, on a GPU, that is TF32 where PyTorch is told so for products of float32.
+        """
         device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
         cast, x = is_cast(x), x.to(layer_dtype(x))
         narrow = None

@@ -26,6 +26,9 @@ from tra.ops._softmax import softmax_or_nothing
 from tra.ops.projected import Weights, attention_of_projections, takes_projections
 from tra.ops.reference import reference_map
 
+PARTS = ("given", "heads", "projected", "log_forget", "attend")
+"""Methods that one operator stands for in training."""
+
 
 class ThresholdRelativeAttention(Attention):
     """Keys below a threshold leave the softmax, and distance counts only the keys that remain.
@@ -104,18 +107,19 @@ class ThresholdRelativeAttention(Attention):
         return super().forward(x, key_mask, cache, document_ids)
 
     def _is_one_operator(self, x: Tensor) -> bool:
-        """Where gradients are wanted, the kernels can be had, and nothing has been put in a projection's place."""
-        ours = type(self).heads is Attention.heads and type(self).attend is ThresholdRelativeAttention.attend
-        projections = [self.query, self.key, self.value, *([self.gate] if self.gated else [])]
-        return (
-            torch.is_grad_enabled()
-            and (is_cast(x) or x.dtype == self.query.weight.dtype)
-            and self.qk_norm
-            and not self.rotary
-            and ours
-            and all(is_plain(layer) for layer in projections)
-            and takes_projections(x.device, layer_dtype(x), self.head_width, self.impl)
-        )
+        """Where a graph is made, the kernels can be had, and nobody has put something else in the place of a part."""
+        layers = [self.query, self.key, self.value]
+        if not (torch.is_grad_enabled() and self.qk_norm and not self.rotary):
+            return False
+        if not takes_projections(x.device, layer_dtype(x), self.head_width, self.impl):
+            return False
+        if any(getattr(type(self), name) is not getattr(ThresholdRelativeAttention, name) for name in PARTS):
+            return False
+        if any(name in vars(self) for name in PARTS) or (self.gated and type(self.gate) is not ForgetGate):
+            return False
+        if not (is_cast(x) or all(layer.weight.dtype == x.dtype for layer in layers)):
+            return False
+        return all(is_plain(layer) for layer in [*layers, *([self.gate] if self.gated else [])])
 
     def attend(self, given: Given) -> Tensor:
         options = self._options | {"impl": self.impl}

@@ -414,6 +414,7 @@ def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyp
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance = inputs[:12]
+    ctx.set_materialize_grads(False)  # of what nobody but backward sees
     ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output)
     ctx.options = (scale, threshold, score_bound, dropout, tolerance > 0)
 

@@ -2,7 +2,8 @@
 
 Queries, keys and values are one product, and so are their gradients, which the kernels write side by side, with the
 gates' next to them. The norm is taken in place, as only the operator sees what it normalises; its gradient, where the
-kernels have it in registers. Gates are worked out in float32; their gradients, in the precision of the other products.
+kernels have it in registers. Gates are worked out in float32; their gradients, in the precision of the other products:
+in float16 they need a scaled loss, as all do.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def attention_of_projections(
     Returns:
         `[B, H, T, D]`.
     """
+    if x.numel() == 0:
+        raise ValueError(f"x is empty: got shape {tuple(x.shape)}, expected every dimension to be at least 1")
     width = weights.query.shape[0] // n_heads
     scale = width**-0.5
     check_options(scale, threshold, score_bound, dropout, tolerance)
@@ -75,7 +78,9 @@ def attention_of_projections(
     if x.shape[1] <= fused.EARLY_ABOVE:
         tolerance = 0.0
     joint = torch.cat([weight for weight in weights[:4] if weight is not None])
-    joint = F.pad(joint, (0, 0, 0, -len(joint) % UNIT)).to(x.dtype)
+    if len(joint) % UNIT:
+        joint = F.pad(joint, (0, 0, 0, -len(joint) % UNIT))
+    joint = joint.to(x.dtype)
     gate = None if weights.gate is None else weights.gate.detach()  # whose gradient is part of the joint one's
     with without_autocast(x.device):
         return torch.ops.tra.projected_forward(
@@ -126,7 +131,7 @@ def _normalise(packed: Tensor, n_heads: int, n_kv_heads: int, width: int, eps: f
 def _log_forget(x: Tensor, gate: Tensor | None, gate_bias: Tensor | None, n_heads: int) -> Tensor:
     """`[B, H, T]`."""
     batch, length, columns = x.shape
-    if gate is None:
+    if gate is None or gate_bias is None:
         return torch.zeros(batch, n_heads, length, device=x.device)
     from tra.ops._projection_kernels import gate_kernel
 
@@ -135,7 +140,7 @@ def _log_forget(x: Tensor, gate: Tensor | None, gate_bias: Tensor | None, n_head
     with fused.on(x.device):
         heads = min(GATE_HEADS, fused.padded(n_heads))
         gate_kernel[(-(-len(rows) // ROWS), -(-n_heads // heads))](
-            rows, gate.contiguous(), gate_bias, out, len(rows), length, n_heads,
+            rows, gate.contiguous(), gate_bias.contiguous(), out, len(rows), length, n_heads,
             C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=heads, BM=ROWS,
         )  # fmt: skip
     return out
@@ -221,8 +226,10 @@ def _backward(
     dropout: float,
     early: bool,
     gated: bool,
+    of_x: bool,
+    of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, the weights, and the gates' bias."""
+    """Gradients of x, the weights, and the gates' bias; of x and the weights empty where nobody asks."""
     grads = x.new_empty(*x.shape[:2], len(weight))
     query, key, value, rest = _heads(grads, n_heads, n_kv_heads, width)
     forget = rest[..., :n_heads].transpose(1, 2) if gated else torch.empty_like(log_forget)
@@ -235,16 +242,21 @@ def _backward(
         scale, threshold, score_bound, dropout, early, (query_factor, key_factor),
     )  # fmt: skip
     bias = _bias_gradient(rest[..., :n_heads]) if gated else log_forget.new_empty(n_heads)
-    return grads @ weight, grads.flatten(0, 1).T @ x.flatten(0, 1), bias
+    grad_x = grads @ weight if of_x else x.new_empty(0)
+    grad_weight = grads.flatten(0, 1).T @ x.flatten(0, 1) if of_weight else weight.new_empty(0)
+    return grad_x, grad_weight, bias
 
 
 @_backward.register_fake
 def _(grad_out, x, weight, _seed, *rest):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(rest[9], dtype=torch.float32)
+    of_x, of_weight = rest[-2:]
+    grad_x, grad_weight = x.new_empty(x.shape if of_x else 0), weight.new_empty(weight.shape if of_weight else 0)
+    return grad_x, grad_weight, x.new_empty(rest[9], dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, weight, _gate, gate_bias, seed, n_heads, n_kv_heads, width, _eps, *numbers, tolerance = inputs
+    ctx.set_materialize_grads(False)  # of what nobody but backward sees
     ctx.save_for_backward(x, weight, seed, *output)
     ctx.bias = None if gate_bias is None else gate_bias.dtype
     ctx.options = (n_heads, n_kv_heads, width, *numbers, tolerance > 0, gate_bias is not None)
@@ -252,8 +264,17 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
     with without_autocast(grad_out.device):
-        grad_x, grad_weight, grad_bias = torch.ops.tra.projected_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return grad_x, grad_weight, None, None if ctx.bias is None else grad_bias.to(ctx.bias), *(None,) * 10
+        of_x, of_weight, _, of_bias, *_ = ctx.needs_input_grad
+        grad_x, grad_weight, grad_bias = torch.ops.tra.projected_backward(
+            grad_out, *ctx.saved_tensors, *ctx.options, of_x, of_weight
+        )
+    return (
+        grad_x if of_x else None,
+        grad_weight if of_weight else None,
+        None,
+        grad_bias.to(ctx.bias) if of_bias else None,
+        *(None,) * 10,
+    )
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
