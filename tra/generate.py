@@ -233,12 +233,11 @@ def prefill(
 def _stays_on_the_device(model: Decoder, device: torch.device) -> bool:
     """TRA's walk in PyTorch, which is all there is without the kernels, asks the device how far to go."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.head.weight.dtype
-    for layer in model.modules():
-        if isinstance(layer, ThresholdRelativeAttention) and layer.impl != "triton":
-            best = layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width)
-            if not best:
-                return False
-    return True
+    return all(
+        layer.impl == "triton" or (layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width))
+        for layer in model.modules()
+        if isinstance(layer, ThresholdRelativeAttention)
+    )
 
 
 def _aside(step: Callable[[Tensor], Tensor], token: Tensor) -> Tensor:

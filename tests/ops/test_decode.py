@@ -22,7 +22,7 @@ from tests.ops.compare import Inputs, causal, exact_inputs, padding
 from tests.ops.test_fused import DEVICE, DTYPES, LENGTHS, MOSTLY_HALF, WIDTHS
 from tests.slow import slow
 from tra.bench.decode import mismatches
-from tra.ops import decode, fused
+from tra.ops import _launch, decode, fused
 from tra.ops._tiles import Forward
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
@@ -43,7 +43,7 @@ SHIPPED = {
 def small_pieces() -> Iterator[None]:
     """Phases that end at 128, 512 and 2048 keys, the first in pieces of 32, and a stop at any length."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "EARLY_ABOVE", 0)
+        patch.setattr(_launch, "EARLY_ABOVE", 0)
         patch.setattr(decode, "PIECE", 32)
         patch.setattr(decode, "FEW_KEYS", 0)
         patch.setattr(decode, "ALONE", 0)

@@ -16,7 +16,7 @@ import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tests.slow import slow
-from tra.ops import _tiles, attention_map, fused
+from tra.ops import _launch, _tiles, attention_map, fused_backward
 from tra.ops._cut import cut
 
 ON_GPU = torch.cuda.is_available()
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(  # of the interpreter
 @pytest.fixture(autouse=True)
 def stops_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are short; the early stop is what most of them are about."""
-    monkeypatch.setattr(fused, "EARLY_ABOVE", 0)
+    monkeypatch.setattr(_launch, "EARLY_ABOVE", 0)
 
 
 def inputs_here(*args: int, **options: object) -> Inputs:
@@ -226,7 +226,7 @@ def test_packed_sequences_equal_one_by_one(lengths: list[int]) -> None:
 def test_any_layout_in_memory(dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns apart, heads beside each other, a batch that is one tensor twice, gradients that are one number."""
     if chunked:
-        monkeypatch.setattr(fused, "_transient_bytes", lambda _: 1)
+        monkeypatch.setattr(fused_backward, "_transient_bytes", lambda _: 1)
     query, key, value, log_forget = (x.detach() for x in inputs_here(4, n_queries=100, dtype=dtype))
     laid_out = (
         query.mT.contiguous().mT,
@@ -297,7 +297,7 @@ def test_chunks_of_rows_add_up(dtype: torch.dtype, masked: bool, monkeypatch: py
     inputs = inputs_here(9, heads=4, kv_heads=2, n_queries=150, n_keys=170, dtype=dtype)
     mask = padding("right", 2, 170) if masked else torch.ones(2, 170, dtype=torch.bool)
     seen = causal(150, 170) & mask[:, None, None]
-    monkeypatch.setattr(fused, "_transient_bytes", lambda _: 1)
+    monkeypatch.setattr(fused_backward, "_transient_bytes", lambda _: 1)
     check(inputs, seen, key_mask=mask.to(DEVICE) if masked else None)
 
 
@@ -340,7 +340,7 @@ def test_short_sequences_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = (query, key, value, torch.full((1, 1, 300), -0.5, device=DEVICE))
     full = tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.0)
     assert not torch.equal(tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.3), full)
-    monkeypatch.setattr(fused, "EARLY_ABOVE", 300)
+    monkeypatch.setattr(_launch, "EARLY_ABOVE", 300)
     assert torch.equal(tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.3), full)
 
 

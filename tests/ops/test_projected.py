@@ -21,7 +21,7 @@ from tests.ops.test_fused import DEVICE, DTYPES, MOSTLY_HALF
 from tests.slow import slow
 from tra.attention import ThresholdRelativeAttention
 from tra.attention import tra as layer_file
-from tra.ops import fused, projected
+from tra.ops import _launch, fused_backward, projected
 from tra.ops.projected import Weights, attention_of_projections, takes_projections
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
@@ -33,7 +33,7 @@ KINDS = 64
 
 @pytest.fixture(autouse=True)
 def stops_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "EARLY_ABOVE", 0)
+    monkeypatch.setattr(_launch, "EARLY_ABOVE", 0)
 
 
 class Case:
@@ -109,7 +109,7 @@ def test_results_and_gradients(
     shape: str, score_bound: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shape == "chunks":
-        monkeypatch.setattr(fused, "_transient_bytes", lambda _: 1)
+        monkeypatch.setattr(fused_backward, "_transient_bytes", lambda _: 1)
     case = Case(*SHAPES[shape], dtype)
     right, usual, found = case.by_parts(torch.float64), case.by_parts(dtype), case.at_once(score_bound=score_bound)
     assert len(found) == len(right)
@@ -173,7 +173,7 @@ def test_the_operators_are_what_they_say() -> None:
     case = Case(40, 2, 1, 16, True, torch.float32)
     x, query, key, value, gate, bias = case.leaves(torch.float32)
     joint = F.pad(torch.cat([query, key, value, gate]), (0, 0, 0, 14)).detach().requires_grad_()
-    arguments = (x, joint, gate.detach(), bias, None, 2, 1, 16, EPS, 0.25, 0.0, 4.1, 0.0, 1e-6)
+    arguments = (x, joint, gate.detach(), bias, None, 2, 1, 16, EPS, 0.0, 4.1, 0.0, 1e-6)
     torch.library.opcheck(torch.ops.tra.projected_forward.default, arguments)
 
 

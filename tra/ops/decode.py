@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tra.ops import _tiles
 from tra.ops._cut import cut
+from tra.ops._launch import LOG2_E, empty_out, on, padded, rows_contiguous
 from tra.ops._tiles import Forward
 
 MOST_QUERIES = 16
@@ -132,27 +133,27 @@ def attend(
     piece: int | None = None,
 ) -> Tensor:
     """As `tra::decode`; with a `tile` or `piece` it is cut as these say instead of as shipped."""
-    from tra.ops import _decode_kernel, fused  # fused imports this file
+    from tra.ops import _decode_kernel
 
     batch, heads, n_queries, width = query.shape
     kv_heads, n_keys, value_width = key.shape[1], key.shape[2], value.shape[3]
     group = heads // kv_heads
     rows = group * n_queries
-    out = fused._empty_out(query, value_width)
+    out = empty_out(query, value_width)
     # Without a promise the bound would need the norms of all keys: as much to read as the walk.
     early = tolerance > 0 and score_bound is not None
     exact = query.dtype == torch.float32
-    unit = 1.0 if exact else fused.LOG2_E
+    unit = 1.0 if exact else LOG2_E
     bound = (score_bound or 0.0) * unit
-    q, k, v = fused._rows_contiguous(query), _aligned(key), _aligned(value)
+    q, k, v = rows_contiguous(query), _aligned(key), _aligned(value)
     unit_of_rows = 1 if exact else math.gcd(UNIT, width, value_width, *k.stride()[:3], *v.stride()[:3])
     mask = None if key_mask is None else key_mask.view(torch.uint8)
     numbers = (scale * unit, cut(scale, threshold), bound, math.log(tolerance) * unit if early else 0.0)
     options: dict[str, Any] = {
         "D": width,
         "DV": value_width,
-        "BD": max(fused.padded(width), NARROWEST if q.is_cuda and not exact else 16),
-        "BDV": fused.padded(value_width),
+        "BD": max(padded(width), NARROWEST if q.is_cuda and not exact else 16),
+        "BDV": padded(value_width),
         "RANGES": first is not None,
         "MASKED": mask is not None,
         "FIXED": _fixed(query.dtype, score_bound),
@@ -167,7 +168,7 @@ def attend(
         pieces = sum(phase.pieces for phase in plan)
         alone = pieces == 1
         asks = early and (alone or len(plan) > 1)  # pieces that are all walked at once gain nothing by stopping
-        block_rows = max(tile.rows, fused.padded(rows))
+        block_rows = max(tile.rows, padded(rows))
         parts, stats = out, out  # not used
         if not alone:
             parts = torch.empty(batch * kv_heads * pieces * rows * value_width, dtype=torch.float32, device=q.device)
@@ -192,7 +193,7 @@ def attend(
             n_queries, heads, group, pieces, DV=value_width, BP=_power_of_two(pieces), BDV=columns, EXACT=exact,
         )  # fmt: skip
 
-    with fused.on(q.device):
+    with on(q.device):
         if tile is not None:
             launch(tile)
         else:
@@ -264,6 +265,4 @@ def _decode(
 
 @_decode.register_fake
 def _(query, key, value, *_rest):  # type: ignore[no-untyped-def]
-    from tra.ops import fused
-
-    return fused._empty_out(query, value.shape[3])
+    return empty_out(query, value.shape[3])

@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.ops import fused
+from tra.ops import _launch
 from tra.ops._dropout import draw_seed
 from tra.ops._inputs import check_options, default_tolerance, without_autocast
+from tra.ops._launch import Made, empty_made, on, padded
+from tra.ops.fused import is_the_best_choice, why_not
+from tra.ops.fused_backward import Gradients, run_backward
 
 ROWS = 64
 """Tokens of a block of the norm, and of the gates."""
@@ -41,8 +44,8 @@ class Weights(NamedTuple):
 def takes_projections(device: torch.device, dtype: torch.dtype, width: int, impl: str) -> bool:
     """Whether `attention_of_projections` can be had: it is the kernels' alone."""
     if impl == "auto":
-        return fused.is_the_best_choice(device, dtype, width)
-    return impl == "triton" and fused.why_not(device, dtype, width) is None
+        return is_the_best_choice(device, dtype, width)
+    return impl == "triton" and why_not(device, dtype, width) is None
 
 
 def attention_of_projections(
@@ -71,11 +74,10 @@ def attention_of_projections(
     if x.numel() == 0:
         raise ValueError(f"x is empty: got shape {tuple(x.shape)}, expected every dimension to be at least 1")
     width = weights.query.shape[0] // n_heads
-    scale = width**-0.5
-    check_options(scale, threshold, score_bound, dropout, tolerance)
+    check_options(width**-0.5, threshold, score_bound, dropout, tolerance)
     seed = draw_seed(x.device) if dropout > 0 else None
     tolerance = default_tolerance(x.dtype) if tolerance is None else tolerance
-    if x.shape[1] <= fused.EARLY_ABOVE:
+    if x.shape[1] <= _launch.EARLY_ABOVE:
         tolerance = 0.0
     joint = torch.cat([weight for weight in weights[:4] if weight is not None])
     if len(joint) % UNIT:
@@ -85,7 +87,7 @@ def attention_of_projections(
     with without_autocast(x.device):
         return torch.ops.tra.projected_forward(
             x, joint, gate, weights.gate_bias, seed, n_heads, weights.key.shape[0] // width, width, eps,
-            scale, threshold, score_bound, dropout, tolerance,
+            threshold, score_bound, dropout, tolerance,
         )[0]  # fmt: skip
 
 
@@ -120,10 +122,10 @@ def _normalise(packed: Tensor, n_heads: int, n_kv_heads: int, width: int, eps: f
     batch, length, columns = packed.shape
     factors = _empty_factors(packed, n_heads, n_kv_heads)
     blocks = -(-batch * length // ROWS)
-    with fused.on(packed.device):
+    with on(packed.device):
         normalise_kernel[(blocks * (n_heads + n_kv_heads),)](
             packed, *factors, columns, batch * length, length, n_heads, n_kv_heads, eps,
-            D=width, BD=fused.padded(width), BM=ROWS,
+            D=width, BD=padded(width), BM=ROWS,
         )  # fmt: skip
     return factors
 
@@ -137,11 +139,11 @@ def _log_forget(x: Tensor, gate: Tensor | None, gate_bias: Tensor | None, n_head
 
     rows = x.reshape(-1, columns).contiguous()
     out = torch.empty(batch, n_heads, length, device=x.device)
-    with fused.on(x.device):
-        heads = min(GATE_HEADS, fused.padded(n_heads))
+    with on(x.device):
+        heads = min(GATE_HEADS, padded(n_heads))
         gate_kernel[(-(-len(rows) // ROWS), -(-n_heads // heads))](
             rows, gate.contiguous(), gate_bias.contiguous(), out, len(rows), length, n_heads,
-            C=columns, BC=min(GATE_COLUMNS, fused.padded(columns)), BH=heads, BM=ROWS,
+            C=columns, BC=min(GATE_COLUMNS, padded(columns)), BH=heads, BM=ROWS,
         )  # fmt: skip
     return out
 
@@ -154,8 +156,8 @@ def _bias_gradient(forget: Tensor) -> Tensor:
     n_rows, heads = rows.shape
     programs = min(BIAS_PROGRAMS, -(-n_rows // BIAS_ROWS))
     sums = torch.empty(heads, programs, dtype=torch.float32, device=rows.device)
-    with fused.on(rows.device):
-        at_once = min(GATE_HEADS, fused.padded(heads))
+    with on(rows.device):
+        at_once = min(GATE_HEADS, padded(heads))
         bias_kernel[(programs, -(-heads // at_once))](
             rows, sums, rows.stride(0), n_rows, heads, BH=at_once, BM=BIAS_ROWS
         )
@@ -173,13 +175,12 @@ def _forward(
     n_kv_heads: int,
     width: int,
     eps: float,
-    scale: float,
     threshold: float,
     score_bound: float | None,
     dropout: float,
     tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As `fused.Made`; log_forget; what was projected, `[B, T, columns]`, normalised; by which factors.
+    """As `Made`; log_forget; what was projected, `[B, T, columns]`, normalised; by which factors.
 
     `weight` has queries, keys, values, `gate` again, and zeros.
     """
@@ -187,8 +188,8 @@ def _forward(
     packed = F.linear(x, weight[: (n_heads + 2 * n_kv_heads) * width])
     factors = _normalise(packed, n_heads, n_kv_heads, width, eps)
     made = torch.ops.tra.fused_forward(
-        *_heads(packed, n_heads, n_kv_heads, width)[:3], log_forget, None, None, seed, scale, threshold, score_bound,
-        dropout, tolerance, True,
+        *_heads(packed, n_heads, n_kv_heads, width)[:3], log_forget, None, None, seed, width**-0.5, threshold,
+        score_bound, dropout, tolerance, True,
     )  # fmt: skip
     return *made, log_forget, packed, *factors
 
@@ -197,7 +198,7 @@ def _forward(
 def _(x, weight, _gate, _gate_bias, _seed, n_heads, n_kv_heads, width, *_):  # type: ignore[no-untyped-def]
     packed = x.new_empty(*x.shape[:2], (n_heads + 2 * n_kv_heads) * width)
     heads = _heads(packed, n_heads, n_kv_heads, width)
-    made = fused.empty_made(heads.query, heads.value, training=True)
+    made = empty_made(heads.query, heads.value, training=True)
     log_forget = torch.empty(x.shape[0], n_heads, x.shape[1], device=x.device)
     return *made, log_forget, packed, *_empty_factors(x, n_heads, n_kv_heads)
 
@@ -220,7 +221,6 @@ def _backward(
     n_heads: int,
     n_kv_heads: int,
     width: int,
-    scale: float,
     threshold: float,
     score_bound: float | None,
     dropout: float,
@@ -233,13 +233,12 @@ def _backward(
     grads = x.new_empty(*x.shape[:2], len(weight))
     query, key, value, rest = _heads(grads, n_heads, n_kv_heads, width)
     forget = rest[..., :n_heads].transpose(1, 2) if gated else torch.empty_like(log_forget)
-    if rest.shape[2] > n_heads or not gated:
-        rest[..., n_heads if gated else 0 :].zero_()
+    rest[..., n_heads if gated else 0 :].zero_()
     inputs = _heads(packed, n_heads, n_kv_heads, width)[:3]
-    made = fused.Made(out, low, reference, total, stop)
-    fused.run_backward(
-        fused.Gradients(query, key, value, forget), grad_out, *inputs, log_forget, None, None, seed, made,
-        scale, threshold, score_bound, dropout, early, (query_factor, key_factor),
+    made = Made(out, low, reference, total, stop)
+    run_backward(
+        Gradients(query, key, value, forget), grad_out, *inputs, log_forget, None, None, seed, made,
+        width**-0.5, threshold, score_bound, dropout, early, (query_factor, key_factor),
     )  # fmt: skip
     bias = _bias_gradient(rest[..., :n_heads]) if gated else log_forget.new_empty(n_heads)
     grad_x = grads @ weight if of_x else x.new_empty(0)
@@ -273,7 +272,7 @@ def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-de
         grad_weight if of_weight else None,
         None,
         grad_bias.to(ctx.bias) if of_bias else None,
-        *(None,) * 10,
+        *(None,) * 9,
     )
 
 
