@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from tra.ops._inputs import is_cast, layer_dtype
 
 FEW_HEADS = 16
-"""Up to here a compiled gate is a sum per head, which the compiler works out where x is made, without reading it again.
-As a product in float32 it has kernels of its own, which cost more than all else that a gate adds to a step."""
+"""Up to here a compiled gate is a sum per head, which the compiler works out in the kernel that makes x. As a product
+in float32 it has kernels of its own, which cost more than all else that a gate adds to a step."""
 
 
 class ForgetGate(nn.Linear):
