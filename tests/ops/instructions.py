@@ -95,15 +95,17 @@ def main() -> None:
         for walks, table in (("long", _tiles.BACKWARD), ("short", _tiles.BACKWARD_SHORT)):
             (backward, *_) = table[2, width]
             block = {"BM": backward.rows, "BN": backward.query_keys, "COARSER": backward.keys // backward.query_keys}
-            more = {"STEEPEST": 120.0, "EARLY": False, "BEFORE": True}
+            more = {"STEEPEST": 120.0, "BEFORE": True, "PAIRED": backward.paired}
             show(
                 f"dq, {walks} walks, {width}", _backward_kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
-        block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
-        more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "BEFORE": True}
-        kernel = _backward_kernels.key_gradient_kernel
-        show(f"dk dv, {width}", kernel, backward.key_warps, backward.key_stages, plain | block | more)
+            block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
+            more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "BEFORE": True}
+            more |= {"PAIRED": backward.paired, "WIDE": backward.wide}
+            kernel = _backward_kernels.key_gradient_kernel
+            name = f"dk dv, {walks} walks, {width}"
+            show(name, kernel, backward.key_warps, backward.key_stages, plain | block | more)
         (tile, *_) = decode.TILES[2, width]
         block = {"BM": tile.rows, "BN": tile.keys, "CHUNK": 16, "UNIT": 8, "n_queries": 1}
         more = {"RANGES": False, "MASKED": False, "EARLY": True, "LATER": False, "ALONE": False, "EXACT": False}

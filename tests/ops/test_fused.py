@@ -16,8 +16,9 @@ import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tests.slow import slow
-from tra.ops import _launch, _tiles, attention_map, fused_backward
+from tra.ops import _launch, _tiles, attention_map, fused, fused_backward
 from tra.ops._cut import cut
+from tra.ops._launch import together
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -262,6 +263,45 @@ def test_twice_run_is_bit_identical() -> None:
     inputs, grad_out = inputs_here(7, heads=4, kv_heads=2, n_queries=200), torch.ones(2, 4, 200, 16, device=DEVICE)
     first, second = (run(inputs, grad_out, "triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_in_whatever_order_blocks_are_taken_results_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, grad_out = inputs_here(17, heads=6, kv_heads=3, n_queries=150), torch.ones(2, 6, 150, 16, device=DEVICE)
+    monkeypatch.setattr(_launch, "EARLY_ABOVE", 150)  # long walks' gradients of queries aren't sorted
+    results = []
+    for number in (1, 2, 3, 6):  # of 12 heads, and of 6 of keys
+        for module in (fused, fused_backward):
+            monkeypatch.setattr(module, "together", lambda *_, least=1, number=number: number)
+        results.append(run(inputs, grad_out, "triton", tolerance=0.0))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("heads", [1, 7, 16, 96, 1024])
+@pytest.mark.parametrize("blocks", [1, 7, 8, 100, 2000])
+def test_how_many_heads_are_sorted_together(heads: int, blocks: int) -> None:
+    number = together(heads, blocks)
+    assert heads % number == 0
+    assert number == 1 or (number - 1) * blocks < _launch.SORTED
+    assert together(heads, blocks, least=16) >= number
+    if heads % 16 == 0 and blocks >= 8:
+        assert together(heads, blocks, least=16) >= 16
+    if blocks < 8:
+        assert number == 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="there every tile is tested")
+@MOSTLY_HALF
+def test_numbers_of_rows_in_pairs_or_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = _tiles.INTERPRETED
+    apart = backward._replace(key_warps=4)
+    assert [(tile.paired, tile.wide) for tile in (backward, apart)] == [(True, True), (False, False)]
+    inputs, grad_out = inputs_here(18, n_queries=100, dtype=dtype), torch.ones(2, 2, 100, 16, dtype=dtype)
+    results = [run(inputs, grad_out, "triton", score_bound=8.0)]
+    monkeypatch.setattr(_tiles, "INTERPRETED", (forward, apart))
+    monkeypatch.setattr(_tiles, "_chosen", {})
+    results.append(run(inputs, grad_out, "triton", score_bound=8.0))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from tra.ops._kernel_parts import (
     dropout_rows,
     forgotten,
     head_and_block,
+    leftmost,
     load_tile,
     log,
     mix,
@@ -63,7 +64,7 @@ def _forward_block(
         b_total += tl.sum(b_p, 1)[:, None]
     else:
         b_total = tl.dot(b_p.to(b_v.dtype), tl.full([BN, 16], 1.0, b_v.dtype), b_total)  # [BM, BN] @ [BN, 16]
-    b_count += tl.max(b_n, 1)  # the count of the block's first key is the block's
+    b_count += leftmost(b_n)  # the count of the block's first key is the block's
     if DROPOUT:
         b_stays = mix(b_row[:, None] ^ dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
         b_p = tl.where(b_stays, b_p, 0.0)  # scaled up at the end: a half might not hold it
@@ -113,12 +114,12 @@ def _walk(
     return b_o, b_total, b_ref, b_count, j, oldest, steps
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["together"])
 def forward_kernel(
     Q, K, V, FORGET, FIRST, LAST, LONGEST, SEED, OUT, LOW, REF, TOTAL, STOP,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o,
-    n_queries, n_keys, heads, group, score_scale, cut, bound, log_tolerance, drop_below, drop_scale,
+    together, n_queries, n_keys, heads, group, score_scale, cut, bound, log_tolerance, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr, EXACT: tl.constexpr,
     DROPOUT: tl.constexpr, KEEP_LOW: tl.constexpr, SHIFT: tl.constexpr, STEEPEST: tl.constexpr,
@@ -129,7 +130,7 @@ def forward_kernel(
     Leaves, per row: the output, and what rounding cut off it (LOW, for backward's sake); REF and TOTAL, with weight =
     exp(logit - REF) / TOTAL, or for half precision REF alone; STOP, the oldest key read.
     """
-    i_bh, i_m = head_and_block(tl.cdiv(n_queries, BM), EARLY)
+    i_bh, i_m = head_and_block(tl.cdiv(n_queries, BM), together)
     start = i_m * BM
     i_b, i_h = (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
     p_k = K + i_b * stride_kb + i_h // group * stride_kh

@@ -42,9 +42,18 @@ def store_tile(p, start, stride, end, b, WIDTH: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def load_rows(p, o_m, end, OTHER: tl.constexpr, EVEN: tl.constexpr):
-    """A number per row."""
-    return tl.load(p + o_m) if EVEN else tl.load(p + o_m, mask=o_m < end, other=OTHER)
+def load_rows(p, start, end, ROWS: tl.constexpr, OTHER: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):
+    """A number per row, of rows `start...`. WIDE: by an address of 64 bits and constant distances from it."""
+    o_row = tl.arange(0, ROWS)
+    p_row = p + tl.cast(start, tl.int64) + o_row if WIDE else p + (start + o_row)
+    return tl.load(p_row) if EVEN else tl.load(p_row, mask=start + o_row < end, other=OTHER)
+
+
+@triton.jit
+def load_pairs(p, start, end, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    """Two numbers per row that lie beside each other: as many as a block has threads are loaded once, not by each."""
+    b_both = load_rows(p, 2 * start, 2 * end, 2 * ROWS, 0.0, EVEN, True)
+    return tl.split(tl.reshape(b_both, (ROWS, 2)))
 
 
 @triton.jit
@@ -78,6 +87,20 @@ def weights(b_x, b_one, MASKED: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.co
     """Powers of logits where a key is kept, 0 elsewhere; a product where no power can overflow."""
     b_p = power(b_x, EXACT)
     return tl.where(b_one > 0.0, b_p, 0.0) if MASKED or ONLINE else b_p * b_one
+
+
+@triton.jit
+def leftmost(b_n):
+    """The largest of each row, where numbers never grow to the right: of its first columns, which a thread has."""
+    ROWS: tl.constexpr = b_n.shape[0]
+    COLUMNS: tl.constexpr = b_n.shape[1]
+    if COLUMNS > 8:
+        b_left, _ = tl.split(tl.permute(tl.reshape(b_n, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        b_most = leftmost(b_left)
+    else:
+        b_even, _ = tl.split(tl.reshape(b_n, (ROWS, COLUMNS // 2, 2)))
+        b_most = tl.max(b_even, 1)
+    return b_most
 
 
 @triton.jit
@@ -116,19 +139,14 @@ def dropout_columns(SEED, o_column):
 
 
 @triton.jit
-def head_and_block(blocks, EARLY: tl.constexpr):
-    """Which head and which of its blocks of rows a program has: the longest walks first.
+def head_and_block(blocks, together):
+    """Which head and which of its blocks a program has: of `together` heads at a time, the longest walks first.
 
-    On full walks head by head, which share keys; where walks may stop early, blocks by their place, since a program
-    that comes late is then one whose walk can't be long.
+    A head's last block has the longest walk. `_launch.py` says how many heads, of which their number is a multiple.
     """
     program = tl.program_id(0)
-    if EARLY:
-        heads = tl.num_programs(0) // blocks
-        i_bh, i_m = program % heads, blocks - 1 - program // heads
-    else:
-        i_bh, i_m = program // blocks, blocks - 1 - program % blocks
-    return i_bh, i_m
+    place = program % (together * blocks)
+    return program // (together * blocks) * together + place % together, blocks - 1 - place // together
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 EARLY_ABOVE = 1024
 """Keys above which a walk is asked whether it may stop. Up to here asking costs more than what is left to read."""
+SORTED = 1024
+"""Programs: about twice as many as an H200 runs at once."""
 LOG2_E = math.log2(math.e)
 
 
@@ -33,6 +36,20 @@ def steepest(dtype: torch.dtype) -> float:
     to it, in float16 raised by 15, must not overflow.
     """
     return 105.0 if dtype == torch.float16 else 120.0
+
+
+@lru_cache(maxsize=1024)
+def together(heads: int, blocks: int, least: int = 1) -> int:
+    """How many heads' blocks are sorted by the length of their walks; a divisor of `heads`.
+
+    The last programs to start are then short ones, and the processors end together. About SORTED programs are enough,
+    which keeps these heads' keys in the cache; `least` heads are where their walks are long enough to share keys on the
+    way. Of short sequences every program waits for memory, and a head's had better come together.
+    """
+    if blocks < 8:
+        return 1
+    most = min(heads, max(least, -(-SORTED // blocks)))
+    return max(number for number in range(1, most + 1) if heads % number == 0)
 
 
 def padded(width: int) -> int:

@@ -47,6 +47,16 @@ class Backward(NamedTuple):
     key_stages: int
     query_registers: int = 0
 
+    @property
+    def paired(self) -> bool:
+        """Whether two numbers a row are as many as the kernel of keys has threads, so that each thread loads one."""
+        return 2 * self.key_rows >= 32 * self.key_warps
+
+    @property
+    def wide(self) -> bool:
+        """How it addresses what it loads of rows (`load_rows`): what spills less, by the compiled kernels."""
+        return self.paired or self.key_warps == 8
+
     def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
         both = (width + value_width) * itemsize
         queries = (self.rows + self.query_stages * self.query_keys) * both + self.query_keys**2 * 2
@@ -70,6 +80,7 @@ BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
         Backward(32, 64, 32, 4, 2, 64, 4, 1),
     ),
     (2, 128): (
+        Backward(128, 64, 64, 4, 2, 32, 8, 2),
         Backward(64, 64, 64, 4, 2, 32, 4, 3),
         Backward(32, 64, 32, 4, 2, 32, 4, 2),
         Backward(32, 32, 32, 4, 1, 32, 4, 1),
@@ -81,10 +92,10 @@ BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
 }
 BACKWARD_SHORT = BACKWARD | {
     (2, 64): (Backward(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
-    (2, 128): (Backward(64, 64, 32, 4, 3, 32, 4, 3), *BACKWARD[2, 128][1:]),
+    (2, 128): (Backward(64, 64, 32, 4, 3, 32, 4, 3), *BACKWARD[2, 128][2:]),
 }
 """Where walks are short, small blocks waste less."""
-INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 32, 4, 1, 16, 4, 1))
+INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 32, 4, 1, 16, 1, 1))
 """On a CPU nothing has to fit; unlike sides find more mistakes."""
 
 LEAST = 99 << 10

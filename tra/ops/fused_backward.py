@@ -9,7 +9,18 @@ from torch import Tensor
 
 from tra.ops import _launch, _tiles
 from tra.ops._cut import cut
-from tra.ops._launch import LOG2_E, Made, drop_arguments, limit, on, online, rows_contiguous, shape_options, steepest
+from tra.ops._launch import (
+    LOG2_E,
+    Made,
+    drop_arguments,
+    limit,
+    on,
+    online,
+    rows_contiguous,
+    shape_options,
+    steepest,
+    together,
+)
 
 TRANSIENT_BYTES = 256 * 2**20
 """What backward may hold beside its results (a number per query row and key block, for a chunk of rows), at least."""
@@ -70,7 +81,6 @@ def run_backward(
     kv_heads, n_keys = key.shape[1:3]
     q, k, v, g = (rows_contiguous(x) for x in (query, key, value, grad_out))
     out, low, reference, total, stop = made
-    inner, slopes = (torch.empty_like(reference) for _ in range(2))
     exact = query.dtype == torch.float32
     query_factor, key_factor = factors or (None, None)
     if low.numel() == 0 and not exact:  # whoever called didn't say that gradients are wanted
@@ -78,6 +88,8 @@ def run_backward(
     running = online(query.dtype, threshold, score_bound)
     options = shape_options(query, value, first, dropout) | {"ONLINE": running, "EXACT": exact}
     numbers = (scale, scale * (1.0 if exact else LOG2_E), cut(scale, threshold), *drop_arguments(dropout))
+
+    short = early or n_keys <= _launch.EARLY_ABOVE
 
     def launch(tile: _tiles.Backward) -> None:
         n_blocks = -(-n_keys // tile.keys)
@@ -88,6 +100,8 @@ def run_backward(
             if once
             else (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grads.key, grads.value))
         )
+        both = reference.new_empty((*reference.shape, 2) if tile.paired else (2, *reference.shape))
+        slopes, inner = both.unbind(-1 if tile.paired else 0)
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
             n_rows = blocks * tile.rows
@@ -101,17 +115,18 @@ def run_backward(
                 q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
                 grads.query, grads.forget, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
-                *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(), *sizes, *numbers,
-                **options, EARLY=early, BEFORE=factors is not None, STEEPEST=steepest(query.dtype),
+                *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(),
+                batch * heads if early else together(batch * heads, blocks) if short else 1, *sizes, *numbers,
+                **options, BEFORE=factors is not None, PAIRED=tile.paired, STEEPEST=steepest(query.dtype),
                 BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
                 num_warps=tile.query_warps, num_stages=tile.query_stages, **limit(tile.query_registers),
             )  # fmt: skip
             key_gradient_kernel[(seen * batch * kv_heads,)](
                 q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-                *grad_k.stride()[:3], *grad_v.stride()[:3], seen, *sizes, *numbers,
+                *grad_k.stride()[:3], *grad_v.stride()[:3], seen, together(batch * kv_heads, seen), *sizes, *numbers,
                 **options, SKIP=early or first is not None, ACCUMULATE=not once,
-                BEFORE=once and factors is not None,
+                BEFORE=once and factors is not None, PAIRED=tile.paired, WIDE=tile.wide,
                 RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
                 BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
             )  # fmt: skip
@@ -119,7 +134,6 @@ def run_backward(
             grads.key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
             grads.value.copy_(grad_v)
 
-    short = early or n_keys <= _launch.EARLY_ABOVE
     table = _tiles.BACKWARD_SHORT if short else _tiles.BACKWARD
     tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
     with on(q.device):
