@@ -20,7 +20,7 @@ from tra.ops import _backward_kernels, _decode_kernel, _forward_kernel, _tiles, 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "INNER", "OFFSETS", "SLOPES", "FACTOR", "PARTS", "STATS")
-TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN"), "i32")
+TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN", "CAME"), "i32")
 FLOATS = ("score_scale", "scale", "cut", "bound", "log_tolerance", "drop_scale")
 ABSENT = ("FIRST", "LAST", "SEED", "MASK")
 ONE = ("stride_f", "group")

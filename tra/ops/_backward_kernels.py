@@ -210,9 +210,26 @@ def _key_gradient_block(
     return b_dk, b_dv
 
 
+@triton.jit
+def _who_came(p_span, p_came, j, blocks, whole, RATIO: tl.constexpr):
+    """Lists the row blocks whose walk came by key block j; how many, and how many of them begin before `whole`."""
+    number, before = j * 0, j * 0
+    for part in range(tl.cdiv(blocks, 256)):
+        o_i = part * 256 + tl.arange(0, 256)
+        m_i = o_i < blocks
+        b_oldest = tl.load(p_span + 2 * o_i, mask=m_i, other=FAR)
+        b_newest = tl.load(p_span + 2 * o_i + 1, mask=m_i, other=-1)
+        m_came = (b_oldest <= j) & (j <= b_newest)
+        tl.store(p_came + number + tl.cumsum(m_came.to(tl.int32), 0) - 1, o_i, mask=m_came)
+        number += tl.sum(m_came.to(tl.int32))
+        before += tl.sum((m_came & (o_i * RATIO < whole)).to(tl.int32))
+    tl.debug_barrier()  # a thread reads what another wrote
+    return number, before
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["together"])
 def key_gradient_kernel(
-    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, FACTOR, DK, DV_OUT, INNER, SLOPES, OFFSETS, SPAN,
+    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, FACTOR, DK, DV_OUT, INNER, SLOPES, OFFSETS, SPAN, CAME,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_gb, stride_gh, stride_g,
     stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh, stride_dv,
@@ -225,7 +242,8 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """A block of keys gathers its gradients from the row blocks of a chunk whose walk came by, in their order.
 
-    SKIP: some walks stopped early or started late, so each is asked; RATIO of the row blocks here make one there.
+    SKIP: some walks stopped early or started late, so that those that came are listed first, in CAME `[B H, n_blocks,
+    row blocks]`, since a loop with a condition in it wouldn't load ahead. RATIO of the row blocks here make one there.
     EVEN: no row block reaches beyond the queries. ACCUMULATE: on top of former chunks' sums. BEFORE: the
     gradient is that of keys before their norm, which multiplied rows by FACTOR.
     """
@@ -250,38 +268,28 @@ def key_gradient_kernel(
         p_do = DOUT + i_b * stride_gb + i_h * stride_gh
         p_total, p_inner = TOTAL + i_bh * n_queries, INNER + i_bh * n_queries * (1 + PAIRED)
         p_slopes, p_offsets = SLOPES + i_bh * n_queries * (1 + PAIRED), OFFSETS + (i_bh * n_blocks + j) * n_rows - chunk
-        p_span = SPAN + i_bh * (blocks // RATIO) * 2
-        if SKIP:  # the first and the last row block that came by
-            low, high = FAR + j * 0, j * 0 - 1
-            for part in range(tl.cdiv(blocks, 256 * RATIO)):
-                o_i = part * 256 + tl.arange(0, 256)
-                m_i = o_i < blocks // RATIO
-                b_oldest = tl.load(p_span + 2 * o_i, mask=m_i, other=FAR)
-                b_newest = tl.load(p_span + 2 * o_i + 1, mask=m_i, other=-1)
-                m_came = (b_oldest <= j) & (j <= b_newest)
-                low = tl.minimum(low, tl.min(tl.where(m_came, o_i * RATIO, FAR)))
-                high = tl.maximum(high, tl.max(tl.where(m_came, o_i * RATIO + RATIO - 1, -1)))
-        else:
-            low, high = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM, blocks - 1
         whole = (tl.maximum(j * BN + BN - 1 - (n_keys - n_queries) - chunk, 0) + BM - 1) // BM
-        if RANGES:
-            whole = high + 1
-        whole = tl.minimum(tl.maximum(whole, low), high + 1)
-        touched = tl.maximum(touched, high + 1 - low)
+        p_came = CAME + (i_bh * n_blocks + j) * (blocks // RATIO)
+        if SKIP:
+            number, cut_off = _who_came(
+                SPAN + i_bh * (blocks // RATIO) * 2, p_came, j, blocks // RATIO, FAR if RANGES else whole, RATIO
+            )
+            low, whole, high = number * 0, cut_off * RATIO, number * RATIO
+        else:
+            low, high = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM, blocks
+            whole = tl.minimum(tl.maximum(whole, low), high)
+        touched = tl.maximum(touched, high - low)
         for PHASE in tl.static_range(2):
-            for i_m in range(low if PHASE == 0 else whole, whole if PHASE == 0 else high + 1):
-                came = True
+            for index in range(low if PHASE == 0 else whole, whole if PHASE == 0 else high):
+                i_m = index
                 if SKIP:
-                    p_came = p_span + i_m // RATIO * 2
-                    came = (tl.load(p_came) <= j) & (j <= tl.load(p_came + 1))
-                if came:
-                    b_dk, b_dv = _key_gradient_block(
-                        b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_inner,
-                        p_slopes, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
-                        score_scale, cut, drop_below, drop_scale,
-                        D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, EXACT, DROPOUT, PAIRED, WIDE,
-                        PRECISION,
-                    )  # fmt: skip
+                    i_m = tl.load(p_came + index // RATIO) * RATIO + index % RATIO
+                b_dk, b_dv = _key_gradient_block(
+                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_inner,
+                    p_slopes, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
+                    score_scale, cut, drop_below, drop_scale,
+                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, EXACT, DROPOUT, PAIRED, WIDE, PRECISION,
+                )  # fmt: skip
     b_dk *= scale
     p_dk = DK + i_b * stride_dkb + i_hk * stride_dkh
     p_dv = DV_OUT + i_b * stride_dvb + i_hk * stride_dvh

@@ -25,6 +25,9 @@ from tra.ops._kernel_parts import (
 )
 
 
+MOST = tl.constexpr(32.0)
+
+
 @triton.jit
 def _forward_block(
     b_q, b_o, b_total, b_ref, b_count, b_slope, b_first, b_last, b_row, triangle, p_k, p_v, SEED, j,
@@ -105,7 +108,7 @@ def _walk(
             b_walked = (b_last - (j + 1) * BN).to(tl.float32)
             b_excess = tl.minimum(b_excess, -1.5 * log_tolerance)  # a row that has kept nothing yet
             b_keys = b_excess / tl.minimum(b_slope, -1e-30) * (b_walked + 64.0) / (-b_count - 32.0)
-            b_keys = tl.where(b_keys < 16.0 * BN, tl.maximum(b_keys, 1.0), 16.0 * BN)  # a NaN walks on
+            b_keys = tl.where(b_keys < MOST * BN, tl.maximum(b_keys, 1.0), MOST * BN)  # a NaN walks on
             b_more = tl.where(m_going, b_keys, 0.0)
             more = tl.max(b_more)
             steps = (more * (1.0 / BN)).to(tl.int32) + 1

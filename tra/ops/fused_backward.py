@@ -89,6 +89,7 @@ def run_backward(
     options = shape_options(query, value, first, dropout) | {"ONLINE": running, "EXACT": exact}
     numbers = (scale, scale * (1.0 if exact else LOG2_E), cut(scale, threshold), *drop_arguments(dropout))
 
+    skip = early or first is not None
     short = early or n_keys <= _launch.EARLY_ABOVE
 
     def launch(tile: _tiles.Backward) -> None:
@@ -110,6 +111,7 @@ def run_backward(
             seen = -(-seen // tile.keys)
             offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
             span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
+            came = torch.empty(batch * heads * n_blocks * blocks if skip else 0, dtype=torch.int32, device=q.device)
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             query_gradient_kernel[(blocks * batch * heads,)](
                 q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
@@ -122,10 +124,10 @@ def run_backward(
                 num_warps=tile.query_warps, num_stages=tile.query_stages, **limit(tile.query_registers),
             )  # fmt: skip
             key_gradient_kernel[(seen * batch * kv_heads,)](
-                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span,
+                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span, came,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
                 *grad_k.stride()[:3], *grad_v.stride()[:3], seen, together(batch * kv_heads, seen), *sizes, *numbers,
-                **options, SKIP=early or first is not None, ACCUMULATE=not once,
+                **options, SKIP=skip, ACCUMULATE=not once,
                 BEFORE=once and factors is not None, PAIRED=tile.paired, WIDE=tile.wide,
                 RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
                 BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
