@@ -101,7 +101,7 @@ def main() -> None:
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
             block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
-            more = {"EVEN": True, "SKIP": False, "ACCUMULATE": False, "BEFORE": True}
+            more = {"EVEN": True, "SKIP": walks == "short", "ACCUMULATE": False, "BEFORE": True}
             more |= {"PAIRED": backward.paired, "WIDE": backward.wide}
             kernel = _backward_kernels.key_gradient_kernel
             name = f"dk dv, {walks} walks, {width}"

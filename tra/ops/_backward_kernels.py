@@ -211,18 +211,23 @@ def _key_gradient_block(
 
 
 @triton.jit
-def _who_came(p_span, p_came, j, blocks, whole, RATIO: tl.constexpr):
-    """Lists the row blocks whose walk came by key block j; how many, and how many of them begin before `whole`."""
+def _who_came(p_span, p_came, j, first, blocks, whole, RATIO: tl.constexpr):
+    """Lists the row blocks, of `first...`, whose walk came by key block j.
+
+    Returns how many, and how many of them begin before `whole`.
+    """
     number, before = j * 0, j * 0
-    for part in range(tl.cdiv(blocks, 256)):
+    for part in range(first // 256, tl.cdiv(blocks, 256)):
         o_i = part * 256 + tl.arange(0, 256)
         m_i = o_i < blocks
         b_oldest = tl.load(p_span + 2 * o_i, mask=m_i, other=FAR)
         b_newest = tl.load(p_span + 2 * o_i + 1, mask=m_i, other=-1)
-        m_came = (b_oldest <= j) & (j <= b_newest)
-        tl.store(p_came + number + tl.cumsum(m_came.to(tl.int32), 0) - 1, o_i, mask=m_came)
-        number += tl.sum(m_came.to(tl.int32))
-        before += tl.sum((m_came & (o_i * RATIO < whole)).to(tl.int32))
+        b_came = ((b_oldest <= j) & (j <= b_newest)).to(tl.int32)
+        here = tl.sum(b_came)
+        if here > 0:
+            tl.store(p_came + number + tl.cumsum(b_came, 0) - 1, o_i, mask=b_came > 0)
+            before += tl.sum(tl.where(o_i * RATIO < whole, b_came, 0))
+            number += here
     tl.debug_barrier()  # a thread reads what another wrote
     return number, before
 
@@ -268,22 +273,27 @@ def key_gradient_kernel(
         p_do = DOUT + i_b * stride_gb + i_h * stride_gh
         p_total, p_inner = TOTAL + i_bh * n_queries, INNER + i_bh * n_queries * (1 + PAIRED)
         p_slopes, p_offsets = SLOPES + i_bh * n_queries * (1 + PAIRED), OFFSETS + (i_bh * n_blocks + j) * n_rows - chunk
+        low = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM  # who may see it, and who sees all of it
         whole = (tl.maximum(j * BN + BN - 1 - (n_keys - n_queries) - chunk, 0) + BM - 1) // BM
+        if RANGES:
+            low, whole = low * 0, whole * 0 + FAR
+        high = blocks
         p_came = CAME + (i_bh * n_blocks + j) * (blocks // RATIO)
         if SKIP:
-            number, cut_off = _who_came(
-                SPAN + i_bh * (blocks // RATIO) * 2, p_came, j, blocks // RATIO, FAR if RANGES else whole, RATIO
-            )
-            low, whole, high = number * 0, cut_off * RATIO, number * RATIO
-        else:
-            low, high = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM, blocks
-            whole = tl.minimum(tl.maximum(whole, low), high)
+            p_span = SPAN + i_bh * (blocks // RATIO) * 2
+            high, whole = _who_came(p_span, p_came, j, low // RATIO, blocks // RATIO, whole, RATIO)
+            low, whole, high = low * 0, whole * RATIO, high * RATIO
+        whole = tl.minimum(tl.maximum(whole, low), high)
         touched = tl.maximum(touched, high - low)
         for PHASE in tl.static_range(2):
-            for index in range(low if PHASE == 0 else whole, whole if PHASE == 0 else high):
+            begin, end = low if PHASE == 0 else whole, whole if PHASE == 0 else high
+            if SKIP:
+                i_next = tl.load(p_came + begin // RATIO, mask=begin < end, other=0)
+            for index in range(begin, end):
                 i_m = index
-                if SKIP:
-                    i_m = tl.load(p_came + index // RATIO) * RATIO + index % RATIO
+                if SKIP:  # read one ahead: what is loaded by a number just read would be loaded a step later
+                    i_m = i_next * RATIO + index % RATIO
+                    i_next = tl.load(p_came + tl.minimum(index + 1, end - 1) // RATIO)
                 b_dk, b_dv = _key_gradient_block(
                     b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_inner,
                     p_slopes, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,

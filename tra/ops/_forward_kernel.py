@@ -24,8 +24,8 @@ from tra.ops._kernel_parts import (
     weights,
 )
 
-
 MOST = tl.constexpr(32.0)
+"""Key blocks that a walk takes before it is asked whether to stop, at most."""
 
 
 @triton.jit
