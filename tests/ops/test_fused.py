@@ -290,6 +290,23 @@ def test_how_many_heads_are_sorted_together(heads: int, blocks: int) -> None:
         assert number == 1
 
 
+@pytest.mark.skipif(ON_GPU, reason="long enough sequences have several parts there")
+@pytest.mark.parametrize("masked", [False, True])
+def test_row_blocks_listed_in_parts(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.language as tl
+
+    from tra.ops import _backward_kernels
+
+    inputs, grad_out = inputs_here(19, n_queries=330, n_keys=350), torch.ones(2, 2, 330, 16)
+    inputs.log_forget.data.fill_(-0.05)
+    inputs.log_forget.data[:, :, ::100] = 0.0  # their blocks' walks go all the way, others stop
+    mask = padding("left", 2, 350) if masked else None
+    whole = run(inputs, grad_out, "triton", key_mask=mask)
+    monkeypatch.setattr(_backward_kernels, "PART", tl.constexpr(2))  # of eleven
+    parts = run(inputs, grad_out, "triton", key_mask=mask)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
 @pytest.mark.skipif(ON_GPU, reason="there every tile is tested")
 @MOSTLY_HALF
 def test_numbers_of_rows_in_pairs_or_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,9 @@ from tra.ops._kernel_parts import (
     weights,
 )
 
+PART = tl.constexpr(256)
+"""Row blocks that are asked at once whether they came by a block of keys."""
+
 
 @triton.jit
 def _query_gradient_block(
@@ -217,8 +220,8 @@ def _who_came(p_span, p_came, j, first, blocks, whole, RATIO: tl.constexpr):
     Returns how many, and how many of them begin before `whole`.
     """
     number, before = j * 0, j * 0
-    for part in range(first // 256, tl.cdiv(blocks, 256)):
-        o_i = part * 256 + tl.arange(0, 256)
+    for part in range(first // PART, tl.cdiv(blocks, PART)):
+        o_i = part * PART + tl.arange(0, PART)
         m_i = o_i < blocks
         b_oldest = tl.load(p_span + 2 * o_i, mask=m_i, other=FAR)
         b_newest = tl.load(p_span + 2 * o_i + 1, mask=m_i, other=-1)
