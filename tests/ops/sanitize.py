@@ -18,7 +18,7 @@ def main() -> None:
         (torch.float16, 80, {}),
         (torch.float32, 32, {}),
     ):
-        for length, masked in ((257, False), (200, True)):
+        for length, masked in ((257, False), (200, True), (1100, False)):  # whole walks, ranges, walks that may stop
             inputs = exact_inputs(length, heads=4, kv_heads=2, n_queries=length, width=width, dtype=dtype).on("cuda")
             mask = padding("left", 2, length).cuda() if masked else None
             out = tra.threshold_relative_attention(*inputs, key_mask=mask, impl="triton", **options)

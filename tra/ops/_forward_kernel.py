@@ -25,7 +25,7 @@ from tra.ops._kernel_parts import (
 )
 
 MOST = tl.constexpr(32.0)
-"""Key blocks that a walk takes before it is asked whether to stop, at most."""
+"""A walk is asked whether to stop after so many key blocks and one, at most."""
 
 
 @triton.jit

@@ -48,8 +48,9 @@ def together(heads: int, blocks: int, least: int = 1) -> int:
     """
     if blocks < 8:
         return 1
-    most = min(heads, max(least, -(-SORTED // blocks)))
-    return max(number for number in range(1, most + 1) if heads % number == 0)
+    wanted = max(least, -(-SORTED // blocks))
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    return min(divisors, key=lambda number: max(number / wanted, wanted / number))
 
 
 def padded(width: int) -> int:
