@@ -271,7 +271,7 @@ def test_in_whatever_order_blocks_are_taken_results_are_the_same(monkeypatch: py
     results = []
     for number in (1, 2, 3, 6):  # of 12 heads, and of 6 of keys
         for module in (fused, fused_backward):
-            monkeypatch.setattr(module, "together", lambda *_, least=1, number=number: number)
+            monkeypatch.setattr(module, "together", lambda *_, number=number, **__: number)
         results.append(run(inputs, grad_out, "triton", tolerance=0.0))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -283,6 +283,7 @@ def test_in_whatever_order_blocks_are_taken_results_are_the_same(monkeypatch: py
 )
 def test_how_many_heads_are_sorted_together(heads: int, blocks: int, expected: int) -> None:
     assert together(heads, blocks) == expected
+    assert together(heads, blocks, early=True) == heads
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, 1), (8, 8), (16, 16), (17, 17), (34, 17), (1024, 16)])

@@ -39,13 +39,16 @@ def steepest(dtype: torch.dtype) -> float:
 
 
 @lru_cache(maxsize=1024)
-def together(heads: int, blocks: int, least: int = 1) -> int:
+def together(heads: int, blocks: int, early: bool = False, least: int = 1) -> int:
     """How many heads' blocks are sorted by the length of their walks; a divisor of `heads`.
 
     The last programs to start are then short ones, and the processors end together. About SORTED programs are enough,
     which keeps these heads' keys in the cache; `least` heads are where their walks are long enough to share keys on the
-    way. Of short sequences every program waits for memory, and a head's had better come together.
+    way. Of short sequences every program waits for memory, and a head's had better come together. Where walks may stop
+    early it is all heads: a program that comes late is then one whose walk can't be long.
     """
+    if early:
+        return heads
     if blocks < 8:
         return 1
     wanted = max(least, -(-SORTED // blocks))

@@ -155,7 +155,7 @@ def _forward(
         forward_kernel[(blocks * batch * heads,)](
             q, k, v, log_forget, first, last, longest, seed, *made,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *made.out.stride()[:3],
-            batch * heads if early else together(batch * heads, blocks, least=16),
+            together(batch * heads, blocks, early, least=16),
             n_queries, n_keys, heads, heads // kv_heads, scale * unit, cut(scale, threshold), bound,
             math.log(tolerance) * unit if early else 0.0, *drop_arguments(dropout),
             **options, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,

@@ -112,13 +112,14 @@ def run_backward(
             offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
             span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
             came = torch.empty(batch * heads * n_blocks * blocks if skip else 0, dtype=torch.int32, device=q.device)
+            order = together(batch * heads, blocks, early) if short else 1  # long walks: by head, measured to be faster
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             query_gradient_kernel[(blocks * batch * heads,)](
                 q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
                 grads.query, grads.forget, inner, slopes, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(),
-                batch * heads if early else together(batch * heads, blocks) if short else 1, *sizes, *numbers,
+                order, *sizes, *numbers,
                 **options, BEFORE=factors is not None, PAIRED=tile.paired, STEEPEST=steepest(query.dtype),
                 BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
                 num_warps=tile.query_warps, num_stages=tile.query_stages, **limit(tile.query_registers),
