@@ -74,11 +74,17 @@ def run_on_ray(
 
 
 def _run_cell(folder: str, device: str | None, environment: dict[str, str]) -> int:
-    """In a worker: the cell as a process of its own, which ends with the worker, and saves."""
+    """In a worker: the cell as a process of its own, which ends with the worker, and saves.
+
+    In a session of its own, since Ray kills what is left of a dead worker's group after 0.2 s, too soon to have saved.
+    """
     own = {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "RAY"))}
     with (Path(folder) / "log.txt").open("ab") as log:
         command = cell_command(Path(folder), device, None)
-        return subprocess.run(command, stdout=log, stderr=log, env=environment | own, check=False).returncode
+        ran = subprocess.run(
+            command, stdout=log, stderr=log, env=environment | own, check=False, start_new_session=True
+        )
+        return ran.returncode
 
 
 def _report(cell: Cell, out: Path, get: Callable[[], Any], seconds: float) -> Report:
