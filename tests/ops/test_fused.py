@@ -314,7 +314,9 @@ def test_numbers_of_rows_in_pairs_or_not(dtype: torch.dtype, monkeypatch: pytest
     forward, backward = _tiles.INTERPRETED
     apart = backward._replace(key_warps=4)
     assert [(tile.paired, tile.wide) for tile in (backward, apart)] == [(True, True), (False, False)]
-    inputs, grad_out = inputs_here(18, n_queries=100, dtype=dtype), torch.ones(2, 2, 100, 16, dtype=dtype)
+    inputs, grad_out = inputs_here(18, n_queries=200, dtype=dtype), torch.ones(2, 2, 200, 16, dtype=dtype)
+    inputs.log_forget.data.fill_(-1.0)  # so that most walks stop, and who came is listed
+    inputs.log_forget.data[:, :, 150] = 0.0
     results = [run(inputs, grad_out, "triton", score_bound=8.0)]
     monkeypatch.setattr(_tiles, "INTERPRETED", (forward, apart))
     monkeypatch.setattr(_tiles, "_chosen", {})

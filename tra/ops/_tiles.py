@@ -80,7 +80,7 @@ BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
         Backward(32, 64, 32, 4, 2, 64, 4, 1),
     ),
     (2, 128): (
-        Backward(128, 64, 64, 4, 2, 32, 8, 2),
+        Backward(128, 128, 64, 8, 3, 32, 8, 3),
         Backward(64, 64, 64, 4, 2, 32, 4, 3),
         Backward(32, 64, 32, 4, 2, 32, 4, 2),
         Backward(32, 32, 32, 4, 1, 32, 4, 1),
@@ -92,7 +92,7 @@ BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
 }
 BACKWARD_SHORT = BACKWARD | {
     (2, 64): (Backward(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
-    (2, 128): (Backward(64, 64, 32, 4, 3, 32, 4, 3), *BACKWARD[2, 128][2:]),
+    (2, 128): (Backward(128, 64, 32, 4, 3, 32, 8, 3), *BACKWARD[2, 128][1:]),
 }
 """Where walks are short, small blocks waste less."""
 INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 32, 4, 1, 16, 1, 1))
