@@ -15,6 +15,7 @@ def main() -> None:
         (torch.bfloat16, 64, {"score_bound": 8.0, "scale": 2**-5, "tolerance": 0.0}),
         (torch.bfloat16, 64, {"dropout": 0.1}),
         (torch.bfloat16, 128, {"score_bound": 8.0, "scale": 2**-6}),
+        (torch.bfloat16, 128, {"score_bound": 8.0, "scale": 2**-6, "tolerance": 0.0}),
         (torch.float16, 80, {}),
         (torch.float32, 32, {}),
     ):
