@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from tra.ops import _backward_kernels, _decode_kernel, _forward_kernel, _tiles, decode
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "INNER", "OFFSETS", "SLOPES", "FACTOR", "PARTS", "STATS")
+FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "PAIRS", "OFFSETS", "FACTOR", "PARTS", "STATS")
 TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN", "CAME"), "i32")
 FLOATS = ("score_scale", "scale", "cut", "bound", "log_tolerance", "drop_scale")
 ABSENT = ("FIRST", "LAST", "SEED", "MASK")
@@ -95,14 +95,14 @@ def main() -> None:
         for walks, table in (("long", _tiles.BACKWARD), ("short", _tiles.BACKWARD_SHORT)):
             (backward, *_) = table[2, width]
             block = {"BM": backward.rows, "BN": backward.query_keys, "COARSER": backward.keys // backward.query_keys}
-            more = {"STEEPEST": 120.0, "BEFORE": True, "PAIRED": backward.paired}
+            more = {"STEEPEST": 120.0, "BEFORE": True}
             show(
                 f"dq, {walks} walks, {width}", _backward_kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
             block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
             more = {"EVEN": True, "SKIP": walks == "short", "ACCUMULATE": False, "BEFORE": True}
-            more |= {"PAIRED": backward.paired, "WIDE": backward.wide}
+            more |= {"THREADS": 32 * backward.key_warps}
             kernel = _backward_kernels.key_gradient_kernel
             name = f"dk dv, {walks} walks, {width}"
             show(name, kernel, backward.key_warps, backward.key_stages, plain | block | more)

@@ -310,18 +310,21 @@ def test_row_blocks_listed_in_parts(masked: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(ON_GPU, reason="there every tile is tested")
 @MOSTLY_HALF
-def test_numbers_of_rows_in_pairs_or_not(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_threads_load_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the numbers of rows; compiled kernels have more threads than rows, or as many."""
     forward, backward = _tiles.INTERPRETED
-    apart = backward._replace(key_warps=4)
-    assert [(tile.paired, tile.wide) for tile in (backward, apart)] == [(True, True), (False, False)]
     inputs, grad_out = inputs_here(18, n_queries=200, dtype=dtype), torch.ones(2, 2, 200, 16, dtype=dtype)
     inputs.log_forget.data.fill_(-1.0)  # so that most walks stop, and who came is listed
     inputs.log_forget.data[:, :, 150] = 0.0
-    results = [run(inputs, grad_out, "triton", score_bound=8.0)]
-    monkeypatch.setattr(_tiles, "INTERPRETED", (forward, apart))
-    monkeypatch.setattr(_tiles, "_chosen", {})
-    results.append(run(inputs, grad_out, "triton", score_bound=8.0))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    results = []
+    for rows, warps in ((32, 1), (16, 1), (16, 4)):
+        tile = backward._replace(key_rows=rows, key_warps=warps)
+        monkeypatch.setattr(_tiles, "INTERPRETED", (forward, tile))
+        monkeypatch.setattr(_tiles, "_chosen", {})
+        results.append(run(inputs, grad_out, "triton", score_bound=8.0))
+    assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
+    for one, other in zip(*results[:2], strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def _query_gradient_block(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["together"])
 def query_gradient_kernel(
-    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, FACTOR, DQ, DFORGET, INNER, SLOPES, OFFSETS,
+    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, FACTOR, DQ, DFORGET, PAIRS, OFFSETS,
     SPAN,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_gb, stride_gh, stride_g,
@@ -82,14 +82,14 @@ def query_gradient_kernel(
     together, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     COARSER: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    BEFORE: tl.constexpr, PAIRED: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    BEFORE: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The forward's walk again, for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
-    Leaves for `key_gradient_kernel`: INNER, Σ P dP per row, and SLOPES, beside each other if PAIRED; OFFSETS
-    `[B H, n_blocks, n_rows]`, slope · (keys kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest
-    and newest key block visited. A block of keys is COARSER times as long there. BEFORE: gradients are those of queries
-    before their norm, which multiplied rows by FACTOR, and of gates before log σ.
+    Leaves for `key_gradient_kernel`: PAIRS `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks, n_rows]`,
+    slope · (keys kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block
+    visited. A block of keys is COARSER times as long there. BEFORE: gradients are those of queries before their norm,
+    which multiplied rows by FACTOR, and of gates before log σ.
     """
     blocks = n_rows // BM
     i_bh, i_m = head_and_block(blocks, together)
@@ -110,7 +110,7 @@ def query_gradient_kernel(
         b_inner = tl.sum(b_do.to(tl.float32) * (b_out.to(tl.float32) + b_low.to(tl.float32)), 1)
     p_forget = FORGET + i_b * stride_fb + i_h * stride_fh + o_m.to(tl.int64) * stride_f
     b_slope = slopes(p_forget, m_m, ONLINE, EXACT, STEEPEST)
-    tl.store(SLOPES + o_row * (1 + PAIRED), b_slope, mask=m_m)
+    tl.store(PAIRS + o_row * 2, b_slope, mask=m_m)
     b_ref = tl.load(REF + o_row, mask=m_m, other=0.0)
     b_scale = 1.0 / tl.load(TOTAL + o_row, mask=m_m, other=1.0) if EXACT else b_ref
     b_first, b_last, newest, oldest, whole_from, whole_to = ranges(
@@ -147,7 +147,7 @@ def query_gradient_kernel(
         b_dforget -= b_surplus * b_distance
         b_dq -= b_surplus[:, None] * b_mean
         b_inner += b_surplus
-    tl.store(INNER + o_row * (1 + PAIRED), b_inner, mask=m_m)
+    tl.store(PAIRS + o_row * 2 + 1, b_inner, mask=m_m)
     p_dq = DQ + i_b * stride_dqb + i_h * stride_dqh
     b_dq *= scale
     if BEFORE:  # queries are read again: held all the way they would cost the loop registers
@@ -162,30 +162,26 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_block(
-    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_inner, p_slopes, p_offsets,
+    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_pairs, p_offsets,
     i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    PAIRED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    THREADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a block of queries adds to a block of keys. Transposed: keys are rows here."""
     o_m = start + tl.arange(0, BM)
     b_q = load_tile(p_q, start, stride_q, n_queries, D, BD, BM, not EVEN)
     b_do = load_tile(p_do, start, stride_g, n_queries, DV, BDV, BM, not EVEN)
-    if PAIRED:
-        b_slope, b_inner = load_pairs(p_slopes, start, n_queries, BM, EVEN)
-    else:
-        b_slope = load_rows(p_slopes, start, n_queries, BM, 0.0, EVEN, WIDE)
-        b_inner = load_rows(p_inner, start, n_queries, BM, 0.0, EVEN, WIDE)
-    b_offset = load_rows(p_offsets, start, n_queries, BM, 0.0, EVEN, WIDE)
+    b_slope, b_inner = load_pairs(p_pairs, start, n_queries, BM, EVEN, THREADS)
+    b_offset = load_rows(p_offsets, start, n_queries, BM, 0.0, EVEN, THREADS)
     if EXACT:
-        b_scale = 1.0 / load_rows(p_total, start, n_queries, BM, 1.0, EVEN, WIDE)
+        b_scale = 1.0 / load_rows(p_total, start, n_queries, BM, 1.0, EVEN, THREADS)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BD] @ [BD, BM] -> [BN, BM]
     b_one = tl.where(b_s <= cut, 0.0, 1.0)
     if MASKED:
         if RANGES:
-            b_first = load_rows(FIRST + i_b * n_queries, start, n_queries, BM, FAR, EVEN, WIDE)
-            b_last = load_rows(LAST + i_b * n_queries, start, n_queries, BM, -1, EVEN, WIDE)
+            b_first = load_rows(FIRST + i_b * n_queries, start, n_queries, BM, FAR, EVEN, THREADS)
+            b_last = load_rows(LAST + i_b * n_queries, start, n_queries, BM, -1, EVEN, THREADS)
             b_one = tl.where(o_k[:, None] >= b_first[None, :], b_one, 0.0)
         else:
             b_last = o_m + (n_keys - n_queries)
@@ -237,7 +233,7 @@ def _who_came(p_span, p_came, j, first, blocks, whole, RATIO: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["together"])
 def key_gradient_kernel(
-    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, FACTOR, DK, DV_OUT, INNER, SLOPES, OFFSETS, SPAN, CAME,
+    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, FACTOR, DK, DV_OUT, PAIRS, OFFSETS, SPAN, CAME,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_gb, stride_gh, stride_g,
     stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh, stride_dv,
@@ -245,8 +241,8 @@ def key_gradient_kernel(
     drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RATIO: tl.constexpr, EVEN: tl.constexpr, RANGES: tl.constexpr, SKIP: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, BEFORE: tl.constexpr, PAIRED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, BEFORE: tl.constexpr, THREADS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys gathers its gradients from the row blocks of a chunk whose walk came by, in their order.
 
@@ -274,8 +270,8 @@ def key_gradient_kernel(
         i_bh = i_b * heads + i_h
         p_q = Q + i_b * stride_qb + i_h * stride_qh
         p_do = DOUT + i_b * stride_gb + i_h * stride_gh
-        p_total, p_inner = TOTAL + i_bh * n_queries, INNER + i_bh * n_queries * (1 + PAIRED)
-        p_slopes, p_offsets = SLOPES + i_bh * n_queries * (1 + PAIRED), OFFSETS + (i_bh * n_blocks + j) * n_rows - chunk
+        p_total, p_pairs = TOTAL + i_bh * n_queries, PAIRS + i_bh * n_queries * 2
+        p_offsets = OFFSETS + (i_bh * n_blocks + j) * n_rows - chunk
         low = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM  # who may see it, and who sees all of it
         whole = (tl.maximum(j * BN + BN - 1 - (n_keys - n_queries) - chunk, 0) + BM - 1) // BM
         if RANGES:
@@ -298,10 +294,10 @@ def key_gradient_kernel(
                     i_m = i_next * RATIO + index % RATIO
                     i_next = tl.load(p_came + tl.minimum(index + 1, end - 1) // RATIO)
                 b_dk, b_dv = _key_gradient_block(
-                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_inner,
-                    p_slopes, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
+                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_pairs,
+                    p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
                     score_scale, cut, drop_below, drop_scale,
-                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, EXACT, DROPOUT, PAIRED, WIDE, PRECISION,
+                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, EXACT, DROPOUT, THREADS, PRECISION,
                 )  # fmt: skip
     b_dk *= scale
     p_dk = DK + i_b * stride_dkb + i_hk * stride_dkh

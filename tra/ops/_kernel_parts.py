@@ -42,17 +42,30 @@ def store_tile(p, start, stride, end, b, WIDTH: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def load_rows(p, start, end, ROWS: tl.constexpr, OTHER: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr):
-    """A number per row, of rows `start...`. WIDE: by an address of 64 bits and constant distances from it."""
-    o_row = tl.arange(0, ROWS)
-    p_row = p + tl.cast(start, tl.int64) + o_row if WIDE else p + (start + o_row)
-    return tl.load(p_row) if EVEN else tl.load(p_row, mask=start + o_row < end, other=OTHER)
+def load_rows(p, start, end, ROWS: tl.constexpr, OTHER: tl.constexpr, EVEN: tl.constexpr, THREADS: tl.constexpr):
+    """A number per row, of rows `start...`. Each thread loads one, some the same: else it would load all it needs."""
+    o_row = tl.arange(0, max(ROWS, THREADS)) % ROWS
+    p_row = p + tl.cast(start, tl.int64) + o_row
+    b_all = tl.load(p_row) if EVEN else tl.load(p_row, mask=start + o_row < end, other=OTHER)
+    return first_of(b_all, ROWS)
 
 
 @triton.jit
-def load_pairs(p, start, end, ROWS: tl.constexpr, EVEN: tl.constexpr):
-    """Two numbers per row that lie beside each other: as many as a block has threads are loaded once, not by each."""
-    b_both = load_rows(p, 2 * start, 2 * end, 2 * ROWS, 0.0, EVEN, True)
+def first_of(b_all, SIZE: tl.constexpr):
+    """The first numbers, by halves."""
+    LENGTH: tl.constexpr = b_all.shape[0]
+    if LENGTH > SIZE:
+        b_half, _ = tl.split(tl.trans(tl.reshape(b_all, (2, LENGTH // 2))))
+        b_first = first_of(b_half, SIZE)
+    else:
+        b_first = b_all
+    return b_first
+
+
+@triton.jit
+def load_pairs(p, start, end, ROWS: tl.constexpr, EVEN: tl.constexpr, THREADS: tl.constexpr):
+    """Two numbers per row that lie beside each other, by one load a thread."""
+    b_both = load_rows(p, 2 * start, 2 * end, 2 * ROWS, 0.0, EVEN, THREADS)
     return tl.split(tl.reshape(b_both, (ROWS, 2)))
 
 

@@ -47,16 +47,6 @@ class Backward(NamedTuple):
     key_stages: int
     query_registers: int = 0
 
-    @property
-    def paired(self) -> bool:
-        """Whether two numbers a row are as many as the kernel of keys has threads, so that each thread loads one."""
-        return 2 * self.key_rows >= 32 * self.key_warps
-
-    @property
-    def wide(self) -> bool:
-        """How it addresses what it loads of rows (`load_rows`): what spills less, by the compiled kernels."""
-        return self.paired or self.key_warps == 8
-
     def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
         both = (width + value_width) * itemsize
         queries = (self.rows + self.query_stages * self.query_keys) * both + self.query_keys**2 * 2

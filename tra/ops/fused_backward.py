@@ -101,8 +101,7 @@ def run_backward(
             if once
             else (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grads.key, grads.value))
         )
-        both = reference.new_empty((*reference.shape, 2) if tile.paired else (2, *reference.shape))
-        slopes, inner = both.unbind(-1 if tile.paired else 0)
+        pairs = reference.new_empty((*reference.shape, 2))
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
             n_rows = blocks * tile.rows
@@ -116,20 +115,20 @@ def run_backward(
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             query_gradient_kernel[(blocks * batch * heads,)](
                 q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
-                grads.query, grads.forget, inner, slopes, offsets, span,
+                grads.query, grads.forget, pairs, offsets, span,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(),
                 order, *sizes, *numbers,
-                **options, BEFORE=factors is not None, PAIRED=tile.paired, STEEPEST=steepest(query.dtype),
+                **options, BEFORE=factors is not None, STEEPEST=steepest(query.dtype),
                 BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
                 num_warps=tile.query_warps, num_stages=tile.query_stages, **limit(tile.query_registers),
             )  # fmt: skip
             key_gradient_kernel[(seen * batch * kv_heads,)](
-                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, inner, slopes, offsets, span, came,
+                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, pairs, offsets, span, came,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
                 *grad_k.stride()[:3], *grad_v.stride()[:3], seen, together(batch * kv_heads, seen), *sizes, *numbers,
                 **options, SKIP=skip, ACCUMULATE=not once,
-                BEFORE=once and factors is not None, PAIRED=tile.paired, WIDE=tile.wide,
+                BEFORE=once and factors is not None, THREADS=32 * tile.key_warps,
                 RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
                 BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
             )  # fmt: skip
