@@ -46,10 +46,14 @@ def rms(x: Tensor) -> float:
 
 
 def by_layer(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's weight and bias as one: the error of a bias of four numbers alone is a matter of luck."""
+    """A layer's weight and bias as one: the error of a bias of four numbers alone is a matter of luck.
+
+    So is that of scalable softmax's four strengths, which multiply queries and go with their weights.
+    """
     joined: dict[str, list[Tensor]] = {}
     for name, value in results.items():
-        joined.setdefault(name.removesuffix(".bias").removesuffix(".weight"), []).append(value.flatten())
+        layer = name.removesuffix(".bias").removesuffix(".weight").replace("attention.strength", "attention.query")
+        joined.setdefault(layer, []).append(value.flatten())
     return {name: torch.cat(values) for name, values in joined.items()}
 
 
