@@ -12,7 +12,7 @@ import pytest
 from tests.slow import slow
 
 PACKAGE = Path(__file__).parent.parent / "tra"
-CORE = ("train", *slow("ops", "attention", "model", "tasks"))  # it imports the others
+CORE = ("training.trainer", *slow("ops", "attention", "model", "tasks"))  # it imports the others
 LAYERS = ("ops", "attention", "model")
 
 
@@ -50,7 +50,9 @@ def test_lower_layers_do_not_know_the_upper(lower: str, upper: str) -> None:
 def test_tasks_and_report_do_not_know_the_model(part: str) -> None:
     for path in files(part):
         assert not [
-            n for n in imported(path) if n.startswith(("tra.model", "tra.attention", "tra.train", "tra.run"))
+            n
+            for n in imported(path)
+            if n.startswith(("tra.model", "tra.attention", "tra.training.trainer", "tra.runs.folder"))
         ], path
 
 

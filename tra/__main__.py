@@ -1,5 +1,5 @@
 """`python -m tra` is the same as `tra`."""
 
-from tra.cli import main
+from tra.cli.main import main
 
 main()

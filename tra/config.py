@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tra import unknown_name
 from tra.model import DecoderConfig
-from tra.naming import unknown_name
 from tra.tasks import TASKS, Task
 from tra.text.task import Text
 

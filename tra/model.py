@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tra import unknown_name
 from tra.attention import MECHANISMS, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
-from tra.attention._base import check_masks
-from tra.attention._cache import StaticLayerCache
-from tra.attention._places import places
-from tra.generate import Sampling, collect, continuation
-from tra.naming import unknown_name
+from tra.attention.shared.base import check_masks
+from tra.attention.shared.cache import StaticLayerCache
+from tra.attention.shared.positions import places
+from tra.generation import Sampling, collect, continuation
 
 
 @dataclass(frozen=True)

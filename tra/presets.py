@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from tra import unknown_name
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
-from tra.naming import unknown_name
 from tra.tasks.copy import SMALL
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention import _gate
-from tra.attention._gate import FEW_HEADS, ForgetGate, log_gate_by_sums, sums_are_best
+from tra.attention.shared import forget_gate as _gate
+from tra.attention.shared.forget_gate import FEW_HEADS, ForgetGate, log_gate_by_sums, sums_are_best
 
 NAMES = ("gate", "x", "weight", "bias")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tra
 from tra.attention import MECHANISMS
-from tra.attention._base import Given
+from tra.attention.shared.base import Given
 from tra.model import masked_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -97,7 +97,7 @@ def test_compiled_in_half_precision(mechanism: str, monkeypatch: pytest.MonkeyPa
         if hasattr(block.attention, "threshold"):
             block.attention.threshold = -torch.inf
     judge, compiled = outcome(model, ids), outcome(model, ids, half=True, compiled=True)
-    exact_scores = tra.attention._base.scores
+    exact_scores = tra.attention.shared.base.scores
 
     def rounded_scores(given: Given, rows: Tensor) -> Tensor:
         found = exact_scores(given, rows)

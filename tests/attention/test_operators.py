@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tra.attention._rotary import rotations
 from tra.attention.entmax import _halved_below_zero, _weights, entmax15
-from tra.ops._count import count_from_the_right
-from tra.ops._softmax import softmax_or_nothing
-from tra.ops._sums import sum_from_the_right
+from tra.attention.shared.rotation import rotations
+from tra.ops.counting import count_from_the_right
+from tra.ops.running_sums import sum_from_the_right
+from tra.ops.softmax import softmax_or_nothing
 
 
 def logits() -> Tensor:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tra.attention import MECHANISMS, _base
-from tra.attention._base import Attention
+from tra.attention import MECHANISMS
+from tra.attention.shared import base as _base
+from tra.attention.shared.base import Attention
 
 ATTENTION = [name for name, kind in MECHANISMS.items() if issubclass(kind, Attention)]
 

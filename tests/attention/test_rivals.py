@@ -17,11 +17,11 @@ from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 import tra
 from tests.attention.oracles import CASES
 from tra.attention import MECHANISMS, LayerCache
-from tra.attention._base import Given
-from tra.attention._columns import biased_softmax_attention, split
-from tra.attention._dense import rows_at_once
-from tra.attention._flex import flex_softmax_attention
 from tra.attention.entmax import entmax15
+from tra.attention.shared.base import Given
+from tra.attention.shared.bias_columns import biased_softmax_attention, split
+from tra.attention.shared.flex import flex_softmax_attention
+from tra.attention.shared.row_blocks import rows_at_once
 
 LENGTH = 23
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -209,7 +209,7 @@ def test_blocks_of_rows_change_nothing(mechanism: str, monkeypatch: pytest.Monke
     """A long input is read a few rows at a time; here 5 of 23, so that the last block is shorter."""
     layer, x, rows = built(mechanism), random_input(), torch.tensor(ROWS)
     whole, whole_map = with_gradients(layer(x), x, layer), layer.attention_map(x, rows=rows)
-    monkeypatch.setattr("tra.attention._dense.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5 + 7})
+    monkeypatch.setattr("tra.attention.shared.row_blocks.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5 + 7})
     assert rows_at_once(layer.given(x)) == 5
     assert_all_close(with_gradients(layer(x), x, layer), whole, **EXACT)
     with torch.no_grad():
@@ -370,7 +370,7 @@ def test_a_prompt_in_blocks_forgets_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """A frozen model outside of no_grad takes the path for training, here in several blocks, with a cache."""
     layer, x = built("forgetting").requires_grad_(False), random_input().detach()
     expected = layer(x)
-    monkeypatch.setattr("tra.attention._dense.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5})
+    monkeypatch.setattr("tra.attention.shared.row_blocks.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5})
     cache = LayerCache()
     pieces = [layer(part, cache=cache) for part in x.split([15, 8], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, **EXACT)

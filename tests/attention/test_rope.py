@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tra.attention._base import places
-from tra.attention._rotary import rotate, rotate_by_place, rotations
+from tra.attention.shared.base import places
+from tra.attention.shared.rotation import rotate, rotate_by_place, rotations
 
 
 def test_rotation_is_multiplication_by_a_complex_number() -> None:

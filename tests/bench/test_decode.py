@@ -25,9 +25,9 @@ from tra.bench.decode import (
     sweep,
 )
 from tra.bench.kernels import SHIPPED
-from tra.cli import parse
-from tra.ops import decode
-from tra.run import RunFolder
+from tra.cli.main import parse
+from tra.ops.triton import decode
+from tra.runs.folder import RunFolder
 from tra.text.task import Stream
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tra.bench.generate import ON_CPU, ON_GPU, Plan, bench_generate, measure_generation
-from tra.cli import parse
+from tra.cli.main import parse
 from tra.model import Decoder, DecoderConfig
 
 CPU = torch.device("cpu")

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import tra.hub.export as exporting
 from tests.text.data import SMALL_WIKITEXT
 from tra.attention import MECHANISMS
-from tra.cli import parse
+from tra.cli.main import parse
 from tra.hub.export import export_run
 from tra.model import Decoder
 from tra.presets import preset
-from tra.run import RunFolder, environment, write_rows
+from tra.runs.folder import RunFolder, environment, write_rows
 from tra.tasks import TASKS, generator
 from tra.text import load_tokenizer
 
@@ -245,7 +245,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import tra.hub.export as exporting
-from tra.run import RunFolder
+from tra.runs.folder import RunFolder
 
 def wait(*_):
     print("now", flush=True)
@@ -278,7 +278,7 @@ import importlib.util, sys
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
 sys.argv = ["tra", "export", "flipflop-tra", {str(tmp_path / "out")!r}]
-from tra.cli import main
+from tra.cli.main import main
 assert "transformers" not in sys.modules
 main()
 """

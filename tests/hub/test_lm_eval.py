@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.hub.test_export import make_run
 from tests.text.data import SMALL_WIKITEXT
+from tra.evaluation.perplexity import token_losses
 from tra.hub import lm_eval as tasks
 from tra.hub.export import export_run
 from tra.hub.lm_eval.local_text import documents, process_results, read_documents
 from tra.model import Decoder
-from tra.perplexity import token_losses
 from tra.text import load_tokenizer, shipped_text
 from tra.text.prepare import prepare
 from tra.text.store import TokenStore

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tra
-from tra.ops._inputs import compute_dtype
+from tra.ops.inputs import compute_dtype
 
 
 class Inputs(NamedTuple):

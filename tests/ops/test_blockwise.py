@@ -9,7 +9,7 @@ from torch import Tensor
 import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
-from tra.ops import _layout
+from tra.ops import block_layout as _layout
 
 LENGTHS = (1, 63, 111, 257)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -22,8 +22,10 @@ from tests.ops.compare import Inputs, causal, exact_inputs, padding
 from tests.ops.test_fused import DEVICE, DTYPES, LENGTHS, MOSTLY_HALF, WIDTHS
 from tests.slow import slow
 from tra.bench.decode import mismatches
-from tra.ops import _launch, decode, fused
-from tra.ops._tiles import Forward
+from tra.ops.triton import decode
+from tra.ops.triton import forward as fused
+from tra.ops.triton import launch as _launch
+from tra.ops.triton.block_shapes import Forward
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
@@ -394,7 +396,7 @@ def test_plans_of_short_and_long_caches(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_short_caches_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single piece writes the output itself."""
-    from tra.ops import _decode_kernel
+    from tra.ops.triton import decode_kernels as _decode_kernel
 
     monkeypatch.setattr(_decode_kernel, "merge_kernel", None)
     inputs = inputs_here(1, n_queries=1, n_keys=30)
@@ -703,5 +705,5 @@ def test_every_tile(size: int, width: int, tile: Forward, monkeypatch: pytest.Mo
     monkeypatch.setattr(decode, "_candidates", lambda *_: (tile,))
     dtype = torch.bfloat16 if size == 2 else torch.float32
     inputs = inputs_here(1, heads=8, kv_heads=2, n_queries=3, n_keys=900, width=width, dtype=dtype)
-    monkeypatch.setattr("tra.ops._tiles._chosen", {})
+    monkeypatch.setattr("tra.ops.triton.block_shapes._chosen", {})
     check(inputs, causal(3, 900), {"scale": 1 / width}, scale=1 / width, score_bound=4.0)

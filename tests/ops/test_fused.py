@@ -16,9 +16,13 @@ import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tests.slow import slow
-from tra.ops import _launch, _tiles, attention_map, fused, fused_backward
-from tra.ops._cut import cut
-from tra.ops._launch import together
+from tra.ops import attention_map
+from tra.ops.raw_threshold import cut
+from tra.ops.triton import backward as fused_backward
+from tra.ops.triton import block_shapes as _tiles
+from tra.ops.triton import forward as fused
+from tra.ops.triton import launch as _launch
+from tra.ops.triton.launch import together
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -296,7 +300,7 @@ def test_long_walks_share_their_keys_over_more_heads(heads: int, expected: int) 
 def test_row_blocks_listed_in_parts(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language as tl
 
-    from tra.ops import _backward_kernels
+    from tra.ops.triton import backward_kernels as _backward_kernels
 
     inputs, grad_out = inputs_here(19, batch=1, n_queries=330, n_keys=350), torch.ones(1, 2, 330, 16)
     inputs.log_forget.data.fill_(-0.05)

@@ -21,8 +21,10 @@ from tests.ops.test_fused import DEVICE, DTYPES, MOSTLY_HALF
 from tests.slow import slow
 from tra.attention import ThresholdRelativeAttention
 from tra.attention import tra as layer_file
-from tra.ops import _launch, fused_backward, projected
-from tra.ops.projected import Weights, attention_of_projections, takes_projections
+from tra.ops.triton import backward as fused_backward
+from tra.ops.triton import launch as _launch
+from tra.ops.triton import projections as projected
+from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"

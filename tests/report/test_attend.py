@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tra.report.attend import Attended, read_attend
 from tra.report.heatmaps import draw_attention, panels, shown_symbol
-from tra.run import write_arrays
+from tra.runs.attention_file import Attended, read_attend
+from tra.runs.folder import write_arrays
 
 
 def attended(rows: range = range(4), columns: range = range(4), **changes: Any) -> Attended:
@@ -60,7 +60,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    source = Path(__file__).parents[2] / "tra/report/attend.py"
+    source = Path(__file__).parents[2] / "tra/runs/attention_file.py"
     assert "torch" not in source.read_text()
 
 

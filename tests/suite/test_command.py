@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.suite.test_local import cell
-from tra.cli import parse
+from tra.cli.main import parse
 from tra.suite import cells
 from tra.suite.archive import merge, pack, run_folders
 from tra.suite.local import run_suite

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tasks import slow_generators
-from tra.evaluate import wilson
+from tra.evaluation.exact_match import wilson
 from tra.tasks import TASKS, Copy, FlipFlop, Induct, Instruct, MultiQueryRecall, Task, generator
 
 VARIANTS = {

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.prepare import bench_prepare, family
 from tests.text.data import SMALL_WIKITEXT, real
-from tra.bench.prepare import bench_prepare, family
-from tra.cli import main
+from tra.cli.main import main
 from tra.text import Tokenizer, TokenStore, shipped_text
 from tra.text.prepare import WorkerError, prepare
 

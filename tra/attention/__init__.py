@@ -1,7 +1,5 @@
 """Mechanisms: TRA and its rivals, one file each, all with the same projections, cache and signature."""
 
-from tra.attention._base import Attention, Mechanism, WeightMap
-from tra.attention._cache import Cache, LayerCache, StaticCache
 from tra.attention.alibi import LinearBiasAttention
 from tra.attention.cope import ContextualPositionAttention
 from tra.attention.differential import DifferentialAttention
@@ -11,6 +9,8 @@ from tra.attention.lstm import LongShortTermMemory
 from tra.attention.nope import NoPositionAttention
 from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
+from tra.attention.shared.base import Attention, Mechanism, WeightMap
+from tra.attention.shared.cache import Cache, LayerCache, StaticCache
 from tra.attention.sinusoidal import SinusoidalAttention
 from tra.attention.ssmax import ScalableSoftmaxAttention
 from tra.attention.stickbreaking import StickBreakingAttention

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.attention._base import Given, key_places
-from tra.attention._columns import biased_softmax_attention
-from tra.attention._dense import DenseAttention
+from tra.attention.shared.base import Given, key_places
+from tra.attention.shared.bias_columns import biased_softmax_attention
+from tra.attention.shared.row_blocks import DenseAttention
 
 
 class LinearBiasAttention(DenseAttention):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tra.attention._base import Attention, Given, WeightMap, softmax_attention
+from tra.attention.shared.base import Attention, Given, WeightMap, softmax_attention
 
 
 class DifferentialAttention(Attention):

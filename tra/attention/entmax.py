@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention._dense import DenseAttention
+from tra.attention.shared.row_blocks import DenseAttention
 
 
 class EntmaxAttention(DenseAttention):
@@ -38,7 +38,7 @@ def entmax15(logits: Tensor) -> Tensor:
     return _weights(x, threshold)
 
 
-# What a compiler would store in one loop over a row and read back in the next is an operator, see `tra.ops._softmax`.
+# What a compiler would store in one loop over a row and read back in the next is an operator, see `tra.ops.softmax`.
 
 
 @torch.library.custom_op("tra::halved_below_zero", mutates_args=())

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention._base import Given, seen
-from tra.attention._flex import ScoreFunction
-from tra.attention._gated import Factors, GatedAttention
+from tra.attention.shared.base import Given, seen
+from tra.attention.shared.flex import ScoreFunction
+from tra.attention.shared.gated import Factors, GatedAttention
 
 
 class ForgettingAttention(GatedAttention):

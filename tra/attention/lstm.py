@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tra.attention._base import Mechanism, check_masks
-from tra.attention._cache import LayerCache
+from tra.attention.shared.base import Mechanism, check_masks
+from tra.attention.shared.cache import LayerCache
 
 
 class LongShortTermMemory(Mechanism):

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tra.attention._base import Attention, Given, softmax_attention
+from tra.attention.shared.base import Attention, Given, softmax_attention
 
 
 class NoPositionAttention(Attention):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tra.attention._base import Attention, Given, key_places, scores, seen
-from tra.attention._dense import rows_at_once
+from tra.attention.shared.base import Attention, Given, key_places, scores, seen
+from tra.attention.shared.row_blocks import rows_at_once
 
 
 class SelectiveAttention(Attention):

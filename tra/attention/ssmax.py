@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tra.attention._base import Attention, Given, key_places, softmax_attention
+from tra.attention.shared.base import Attention, Given, key_places, softmax_attention
 
 INITIAL = 0.168
 """As published: the inverse of the mean of log n over the author's training length of 1,024."""

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention._base import Given, scores, seen
-from tra.attention._dense import DenseAttention
-from tra.ops._sums import sum_from_the_right
+from tra.attention.shared.base import Given, scores, seen
+from tra.attention.shared.row_blocks import DenseAttention
+from tra.ops.running_sums import sum_from_the_right
 
 
 class StickBreakingAttention(DenseAttention):

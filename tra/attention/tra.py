@@ -9,22 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention._base import NORM_EPS, Attention, Given, is_plain
-from tra.attention._cache import LayerCache, StaticLayerCache
-from tra.attention._gate import ForgetGate
-from tra.attention._places import document_numbers
-from tra.naming import unknown_name
+from tra import unknown_name
+from tra.attention.shared.base import NORM_EPS, Attention, Given, is_plain
+from tra.attention.shared.cache import LayerCache, StaticLayerCache
+from tra.attention.shared.forget_gate import ForgetGate
+from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
     attention_map,
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
-from tra.ops._bound import log_rest
-from tra.ops._inputs import Visible, check_options, default_tolerance, is_cast, layer_dtype
-from tra.ops._softmax import softmax_or_nothing
-from tra.ops.projected import Weights, attention_of_projections, takes_projections
+from tra.ops.inputs import Visible, check_options, default_tolerance, is_cast, layer_dtype
 from tra.ops.reference import reference_map
+from tra.ops.softmax import softmax_or_nothing
+from tra.ops.stop_bound import log_rest
+from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
 
 PARTS = ("given", "heads", "projected", "log_forget", "attend")
 """Methods that one operator stands for in training."""

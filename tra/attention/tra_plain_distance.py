@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention._base import Given, scores, seen
-from tra.attention._flex import ScoreFunction
-from tra.attention._gated import GatedAttention
+from tra.attention.shared.base import Given, scores, seen
+from tra.attention.shared.flex import ScoreFunction
+from tra.attention.shared.gated import GatedAttention
 from tra.attention.tra_distance_only import distances
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tra.bench._timing import wait_for
-from tra.generate import continuation
+from tra.generation import continuation
 from tra.model import Decoder, DecoderConfig
-from tra.run import environment
+from tra.runs.folder import environment
 
 
 class Plan(NamedTuple):

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tra
-from tra.ops._inputs import compute_dtype
-from tra.run import RunFolder, environment
+from tra.ops.inputs import compute_dtype
+from tra.runs.folder import RunFolder, environment
 from tra.tasks import generator
 from tra.tasks.flipflop import FlipFlop
 from tra.text.task import Stream

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tra
-from tra.run import environment
+from tra.runs.folder import environment
 
 
 @dataclass(frozen=True)

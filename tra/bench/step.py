@@ -21,8 +21,8 @@ from tra.attention import MECHANISMS
 from tra.bench._timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
-from tra.run import RunFolder, environment
-from tra.train import Trainer
+from tra.runs.folder import RunFolder, environment
+from tra.training.trainer import Trainer
 
 VOCABULARY = 256
 """Small, so that the output layer doesn't hide what the mechanisms cost; or GPT-2's, as in a language model."""

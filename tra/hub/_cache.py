@@ -13,7 +13,7 @@ from transformers import Cache as TransformersCache
 from transformers.cache_utils import StaticLayer
 
 from tra.attention import MECHANISMS, Cache, LayerCache
-from tra.attention._cache import Held, _check_no_grad
+from tra.attention.shared.cache import Held, _check_no_grad
 from tra.model import DecoderConfig
 
 

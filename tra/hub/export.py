@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from tra.folders import folder_beside
 from tra.hub._card import model_card
 from tra.hub._tokenizer import run_tokenizer
 from tra.hub.model import TRAForCausalLM
-from tra.run import RunFolder
+from tra.runs.folder import RunFolder
+from tra.runs.whole_folders import folder_beside
 from tra.tasks import Task, generator
 from tra.text.prepare import NoSpaceError
 from tra.text.task import Text

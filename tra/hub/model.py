@@ -18,11 +18,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from tra.attention import Mechanism
-from tra.attention._gate import ForgetGate
-from tra.checkpoint import write_atomically
+from tra.attention.shared.forget_gate import ForgetGate
 from tra.hub._cache import adapt, real_keys
 from tra.hub.config import TRAConfig
 from tra.model import Decoder
+from tra.training.checkpoint import write_atomically
 
 LONGEST_MAP = 4096
 """Tokens up to which attention maps, `[B, H, T, T]` per layer, are given."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.ops import _inputs
-from tra.ops._dropout import draw_seed
-from tra.ops._inputs import Visible, without_autocast
+from tra.ops import inputs as _inputs
 from tra.ops.blockwise import blockwise
-from tra.ops.fused import fused, is_the_best_choice
+from tra.ops.dropout import draw_seed
+from tra.ops.inputs import Visible, without_autocast
 from tra.ops.reference import AttentionMap, reference, reference_map
+from tra.ops.triton.forward import fused, is_the_best_choice
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
 

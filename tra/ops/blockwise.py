@@ -20,11 +20,11 @@ import math
 import torch
 from torch import Tensor
 
-from tra.ops._bound import log_rest
-from tra.ops._dropout import keep_weights
-from tra.ops._inputs import Visible, compute_dtype, without_autocast
-from tra.ops._layout import Layout, Walk, query_block, without_padding
-from tra.ops.tail import MOST_QUERIES, tail
+from tra.ops.block_layout import Layout, Walk, query_block, without_padding
+from tra.ops.dropout import keep_weights
+from tra.ops.inputs import Visible, compute_dtype, without_autocast
+from tra.ops.newest_first import MOST_QUERIES, tail
+from tra.ops.stop_bound import log_rest
 
 
 def blockwise(

@@ -123,7 +123,7 @@ def _softmax_rows(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gra
 
 
 def _by_kernel(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradient: bool) -> _Rows:
-    from tra.ops._vocabulary_kernel import cross_entropy_kernel
+    from tra.ops.triton.cross_entropy_kernel import cross_entropy_kernel
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     right = torch.empty(len(logits), dtype=torch.int8, device=logits.device)

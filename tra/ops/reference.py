@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tra.ops._count import count_from_the_right
-from tra.ops._dropout import keep_weights
-from tra.ops._inputs import Visible, compute_dtype, zero_masked
-from tra.ops._softmax import softmax_or_nothing
+from tra.ops.counting import count_from_the_right
+from tra.ops.dropout import keep_weights
+from tra.ops.inputs import Visible, compute_dtype, zero_masked
+from tra.ops.softmax import softmax_or_nothing
 
 
 class AttentionMap(NamedTuple):

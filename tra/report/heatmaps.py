@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from tra.report._style import NAMES, save, styled
-from tra.report.attend import Attended, weights_of
+from tra.runs.attention_file import Attended, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -14,14 +14,14 @@ from typing import IO
 
 import torch
 
-from tra.diagnose import diagnose_run, diagnose_task
-from tra.evaluate import evaluate_run, evaluate_task
+from tra.evaluation.diagnosis import diagnose_run, diagnose_task
+from tra.evaluation.exact_match import evaluate_run, evaluate_task
+from tra.evaluation.perplexity import evaluate_run_text, evaluate_text
 from tra.model import Decoder
-from tra.perplexity import evaluate_run_text, evaluate_text
-from tra.run import RunFolder
+from tra.runs.folder import RunFolder
 from tra.suite.state import is_done, missing
 from tra.text.task import Text
-from tra.train import Progress, pick_device, train
+from tra.training.trainer import Progress, pick_device, train
 
 __all__ = ["CUT_OFF", "is_done", "run_cell"]
 

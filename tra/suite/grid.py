@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tra import unknown_name
 from tra.config import RunConfig, differences
-from tra.naming import unknown_name
 
 Measure = Literal["exact", "perplexity", "cost"]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tra.attention import MECHANISMS
-from tra.checkpoint import write_atomically
-from tra.evaluate import chosen_splits
-from tra.perplexity import windows_that_fit
-from tra.rows import read_rows
-from tra.run import RunFolder
+from tra.evaluation.exact_match import chosen_splits
+from tra.evaluation.perplexity import windows_that_fit
+from tra.runs.folder import RunFolder
+from tra.runs.rows import read_rows
 from tra.text.task import Text
+from tra.training.checkpoint import write_atomically
 
 LAST_LINES = 5
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tra.naming import unknown_name
+from tra import unknown_name
 
 
 class Batch(NamedTuple):

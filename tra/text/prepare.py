@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.folders import folder_beside
+from tra.runs.whole_folders import folder_beside
 from tra.text._workers import WorkerError, encode_all
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter

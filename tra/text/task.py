@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tra.naming import unknown_name
+from tra import unknown_name
 from tra.tasks import Batch, Lengths, Task
 from tra.text import VOCABULARIES, TokenStore, load_tokenizer, shipped_text
 from tra.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tra.report.attend import Attended
+from tra.runs.attention_file import Attended
 
 MOST_MAPS = 12
 WINDOWS = (96, 64, 48, 32)

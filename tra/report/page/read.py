@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tra.report.attend import Attended, read_attend
+from tra.runs.attention_file import Attended, read_attend
 
 Row = dict[str, Any]
 NUMBERS = {

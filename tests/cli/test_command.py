@@ -1,0 +1,178 @@
+"""The command as a person meets it: in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tra as tra_package
+from tests.slow import slow
+from tra.cli.main import VERBS
+from tra.cli.options import parse_duration
+from tra.presets import preset
+
+
+def tra(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, "-m", "tra", *arguments], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+    )
+
+
+TINY = ("model.d_model=16", "model.n_layers=1", "task.arguments.length=16", "train.batch_size=4", "train.steps=3")
+
+
+def train_tiny(folder: Path) -> None:
+    done = tra("train", "--preset", "demo", *TINY, "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3 loss" in done.stdout
+    assert "done after 3 steps: run (next: tra evaluate run)" in done.stdout
+
+
+def test_train_evaluate_and_report(tmp_path: Path) -> None:
+    train_tiny(tmp_path)
+    rows = tra("evaluate", "run", "--examples", "5", "--splits", "iid", "4x", "--json", cwd=tmp_path)
+    parsed = [json.loads(line) for line in rows.stdout.splitlines()]
+    assert [row["split"] for row in parsed] == ["iid", "4x"]
+    assert all(row["examples"] == 5 for row in parsed)
+    reported = tra("report", "run", "--out", "report", cwd=tmp_path)
+    assert reported.returncode == 0, reported.stderr
+    assert (tmp_path / "report" / "exact-match.png").is_file()
+
+
+@pytest.mark.slow
+def test_evaluate_every_split_and_look_inside(tmp_path: Path) -> None:
+    train_tiny(tmp_path)
+    shown = tra("evaluate", "run", "--examples", "5", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "16x" in shown.stdout
+    looked = tra("evaluate", "run", "--examples", "2", "--splits", "iid", "--diagnose", cwd=tmp_path)
+    assert looked.returncode == 0, looked.stderr
+    assert "attention, mean over layers and heads" in looked.stdout
+    assert json.loads((tmp_path / "run" / "diagnose.jsonl").read_text())["split"] == "iid"
+
+
+def test_a_config_file_instead_of_a_preset(tmp_path: Path) -> None:
+    config = preset("demo").override(TINY)
+    (tmp_path / "my.json").write_text(json.dumps(config.to_dict()))
+    done = tra("train", "--config", "my.json", "train.seed=4", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/flipflop-tra/config.json").read_text())["train"]["seed"] == 4
+
+
+@pytest.mark.parametrize("verb", [(), ("demo",), *slow(*(((verb,),) for verb in VERBS if verb != "demo"))])
+def test_help(verb: tuple[str, ...]) -> None:
+    """Of a verb that quick tests call it is slow."""
+    shown = tra(*verb, "--help")
+    assert shown.returncode == 0
+    assert "usage: tra" in shown.stdout
+    if not verb:
+        assert all(name in shown.stdout for name in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--preset", "demo", "train.stepz=1"), "did you mean 'train.steps'"),
+        (("trian",), "unknown verb 'trian': did you mean 'train'?"),
+        *slow(
+            (("train",), "say what to train: --preset"),
+            (("train", "--preset", "flipflip"), "unknown preset 'flipflip': did you mean 'flipflop'"),
+            (("train", "--preset", "demo", "task.name=cpy"), "unknown task 'cpy': did you mean 'copy'"),
+            (("train", "--preset", "demo", "task.arguments.length=9"), "even length"),
+            (("train", "--preset", "demo", "--config", "x.json"), "either --preset or --config"),
+            (("train", "--config", "none.json"), "there is no config file none.json"),
+            (("train", "--preset", "demo", "--time-limit", "soon"), "a duration reads 90s, 9m or 1h30m"),
+            (("train", "--preset", "demo", "--out", "exists"), "exists already"),
+            (("train", "--resume", "--out", "none"), "there is no run to resume"),
+            (("train", "--preset", "demo", "--device", "gpu"), "unknown device 'gpu'"),
+            (("train", "--config", "newer.json"), "version 99"),
+            (("evaluate", "none"), "none doesn't exist; runs that ship"),
+            (("evaluate", "exists"), "no model.safetensors yet"),
+            (("evaluate", "flipflop-tra", "--splits", "dens"), "did you mean 'dense'"),
+            (("evaluate", "flipflop-tra", "--rows", "none.txt"), "there is no file none.txt"),
+            (("evaluate", "flipflop-tra", "--windows", "8"), "are for language models; this run learnt flipflop"),
+            (("report", "none"), "has no config.json"),
+            (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
+            (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
+            (("bench", "ops"), "invalid choice 'ops'"),
+            (("evaluate",), "Missing from tra evaluate"),
+            (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),
+            (("suite", "run", "rivls"), "unknown suite 'rivls': did you mean 'rivals'"),
+            (("suite", "run", "rivals", "--only", "rop"), "unknown part or mechanism 'rop': did you mean 'rope'"),
+            (("suite", "run", "rivals", "--jobs", "0"), "jobs must be at least 1"),
+        ),
+    ],
+)
+def test_bad_input_gets_one_clear_line_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    for folder in ("exists", "tra"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "exists" / "config.json").write_text(json.dumps(preset("demo").to_dict()))
+    (tmp_path / "tra" / "thesis.tex").write_text("…")
+    (tmp_path / "newer.json").write_text(json.dumps(preset("demo").to_dict() | {"version": 99}))
+    done = tra(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "tra" / "thesis.tex").exists()
+
+
+def test_version() -> None:
+    shown = tra("--version")
+    assert shown.returncode == 0
+    assert shown.stdout.strip() == tra_package.__version__
+
+
+@pytest.mark.slow
+def test_interrupted_evaluation_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tra", "evaluate", "flipflop-tra", "--examples", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("iid: 1.0000 of 2")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.strip() == "tra: interrupted"
+
+
+def test_durations() -> None:
+    assert [parse_duration(text) for text in ("90", "90s", "9m", "1h30m", "2h", "1m5s")] == [
+        90,
+        90,
+        540,
+        5400,
+        7200,
+        65,
+    ]
+    for text in ("", "m", "9 m", "-5", "1.5h"):
+        with pytest.raises(ValueError, match="a duration reads"):
+            parse_duration(text)
+
+
+@pytest.mark.slow
+def test_demo_makes_its_point(tmp_path: Path) -> None:
+    """The whole demo: TRA is right at every length, RoPE only near the one it was trained on."""
+    done = tra("demo", "--out", "demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    exact = {
+        mechanism: {
+            row["split"]: row["exact"]
+            for row in map(json.loads, (tmp_path / "demo" / mechanism / "eval.jsonl").read_text().splitlines())
+        }
+        for mechanism in ("tra", "rope")
+    }
+    assert list(exact["tra"]) == ["iid", "sparse", "dense", "4x", "16x"]
+    assert min(exact["tra"].values()) > 0.99
+    assert exact["rope"]["iid"] > 0.99
+    assert exact["rope"]["4x"] < 0.6
+    assert exact["rope"]["16x"] < 0.05
+    assert (tmp_path / "demo" / "exact-match.png").stat().st_size > 5000
+    again = tra("demo", "--out", "demo", "--seed", "x", cwd=tmp_path)
+    assert again.returncode == 2

@@ -1,0 +1,163 @@
+"""One run over two processes: the same loss, one folder, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tra.presets import preset
+from tra.runs.rows import read_rows
+from tra.training.trainer import train
+
+CHANGES = (
+    "model.d_model=32",
+    "model.n_layers=1",
+    "train.batch_size=8",
+    "train.log_every=1",
+    "train.checkpoint_every=1000",
+    "optim.clip=1.0",
+)
+
+
+def command(folder: Path, *extra: str, name: str = "demo", changes: tuple[str, ...] = CHANGES) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    return [
+        *launcher,
+        "-m",
+        "tra",
+        "train",
+        "--preset",
+        name,
+        *changes,
+        "--out",
+        str(folder),
+        "--device",
+        "cpu",
+        *extra,
+    ]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def start(folder: Path, *extra: str, changes: tuple[str, ...] = CHANGES) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(folder, *extra, changes=changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), ("train.accumulate=2",)], ids=["whole", "in pieces"])
+def test_the_loss_is_that_of_one_process(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    """Twenty steps, after which a wrong gradient would show; only the order of summation differs."""
+    changes = (*CHANGES, *changes, "train.steps=20", "optim.lr=0.003")
+    done = subprocess.run(
+        command(tmp_path / "two", changes=changes), capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done after 20 steps") == 1
+    train(preset("demo").override(changes), tmp_path / "one", device=torch.device("cpu"))
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(two) == 20
+    assert two == pytest.approx(one, rel=1e-4)
+    assert one[0] != pytest.approx(one[-1], rel=1e-2)
+    rows = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
+    assert [row["accuracy"] for row in rows[0]] == pytest.approx([row["accuracy"] for row in rows[1]], abs=0.02)
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in found]
+
+
+def ranks(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids by rank."""
+    found = {}
+    for pid in children(process):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for variable in variables:
+            if variable.startswith(b"RANK="):
+                found[int(variable[5:])] = pid
+    return found
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(losses(folder)) < steps:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job_and_the_run_goes_on(tmp_path: Path, rank: int) -> None:
+    changes = (*CHANGES, "train.steps=100000", "train.checkpoint_every=20")
+    folder = tmp_path / "run"
+    with start(folder, changes=changes) as process:
+        wait_for_steps(process, folder, 50)
+        os.kill(ranks(process)[rank], signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode != 0
+    reached = len(losses(folder))
+    if rank == 1:  # the first process is left, says so, and saves the last whole step
+        assert f"tra: another process of the run has ended, at step {reached:,}; go on with --resume" in said
+    else:
+        assert "tra: another process of the run has ended" in said
+    with start(folder, "--resume", changes=changes) as process:
+        wait_for_steps(process, folder, reached + 5)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    found = re.search(r"resuming at step (\d+)", said)
+    assert found
+    if rank == 1:
+        assert int(found[1]) == reached
+    else:  # nobody was left to save: the last checkpoint, or the one before if it was being written
+        assert int(found[1]) % 20 == 0
+        assert 0 <= reached - int(found[1]) <= 20
+    steps = [row["step"] for row in read_rows(folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_loss_of_an_undisturbed_one(tmp_path: Path) -> None:
+    changes = (*CHANGES, "train.steps=30", "optim.lr=0.003", "train.checkpoint_every=10")
+    for name in ("whole", "cut"):
+        extra = ("--time-limit", "1s") if name == "cut" else ()
+        subprocess.run(
+            command(tmp_path / name, *extra, changes=changes), env=environment(), capture_output=True, check=True
+        )
+    assert len(losses(tmp_path / "cut")) < 30
+    resumed = command(tmp_path / "cut", "--resume", changes=changes)
+    done = subprocess.run(resumed, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_bad_input_is_said_once(tmp_path: Path) -> None:
+    changes = (*CHANGES, "train.batch_size=9")
+    done = subprocess.run(
+        command(tmp_path / "run", changes=changes), capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("tra: a batch of 9 can't be dealt to 2 processes in 1 pieces each") == 1
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,1 @@
+"""What mechanisms share: projections, caches, masks, and the ways they run."""

@@ -1,0 +1,1 @@
+"""The command. One file a verb; nothing else parses arguments."""

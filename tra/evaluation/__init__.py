@@ -1,0 +1,1 @@
+"""Measure a trained run: exact match, perplexity, the two failures of attention, attention maps."""

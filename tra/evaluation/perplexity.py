@@ -1,0 +1,270 @@
+"""Perplexity of a text against the window a model reads it in.
+
+Every token of the text but the separators is scored at every window, so that windows can be compared: what changes is
+how much of what came before is in sight. Windows follow each other without overlap, as in the paper; or overlap by
+half, each scoring its second half, so that no token has less than half a window before it. Intervals are over
+documents, as tokens of one document are not independent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tra.model import Decoder
+from tra.ops.linear_cross_entropy import linear_cross_entropy
+from tra.runs.folder import RunFolder, put_row, write_arrays
+from tra.text import VOCABULARIES
+from tra.text.task import Stream, check_ids
+from tra.training.step import autocast
+
+WINDOWS = tuple(2**n for n in range(7, 15))
+"""128 … 16,384."""
+
+RESAMPLED = 2000
+"""Draws of documents behind an interval."""
+
+Overlap = Literal["none", "half"]
+Losses = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """One line of perplexity.jsonl."""
+
+    text: str
+    window: int
+    overlap: str
+    tokens: int
+    """Scored: all but separators."""
+    documents: int
+    loss: float
+    """Nats a token."""
+    perplexity: float
+    low: float | None
+    """Lower end of the 95 % interval of `perplexity`, documents resampled; None where there is one document."""
+    high: float | None
+    word_perplexity: float | None
+    byte_perplexity: float | None
+    bits_per_byte: float | None
+    by_position: list[tuple[int, float | None, int]]
+    """(place in the window up to which, nats a token since the one before, tokens)."""
+    by_document: list[tuple[float, int]]
+    """(sum of nats, tokens) of each document."""
+    precision: str
+    device: str
+    seconds: float
+
+
+class Span(NamedTuple):
+    """A window reads tokens `start..end-1` and is scored on the targets from `scored` up to `end`."""
+
+    start: int
+    scored: int
+    end: int
+
+
+def spans(tokens: int, window: int, overlap: Overlap) -> list[Span]:
+    """Windows over a stream, which together score every token but the first once."""
+    stride = window if overlap == "none" else window // 2
+    found: list[Span] = []
+    for start in range(0, tokens - 1, stride):
+        end = min(start + window, tokens - 1)
+        scored = found[-1].end + 1 if found else 1
+        if scored <= end:
+            found.append(Span(start, scored, end))
+    return found
+
+
+@torch.no_grad()
+def token_losses(
+    model: Decoder,
+    stream: Stream,
+    window: int,
+    overlap: Overlap,
+    *,
+    batch_tokens: int,
+    device: torch.device,
+    precision: str = "auto",
+    progress: Callable[[int], None] = lambda _: None,
+) -> Losses:
+    """`[N]`: nats of every token of the stream, given what its window shows of those before; NaN where none is due."""
+    model.eval()
+    cut = spans(len(stream.tokens), window, overlap)
+    losses = np.full(len(stream.tokens), np.nan, dtype=np.float32)
+    whole = [span for span in cut if span.end - span.start == window]
+    rows = max(1, batch_tokens // window)
+    batches = [whole[i : i + rows] for i in range(0, len(whole), rows)]
+    batches += [[span] for span in cut if span.end - span.start < window]
+    done = 0
+    for batch in batches:
+        ids = np.stack([stream.tokens[span.start : span.end + 1] for span in batch]).astype(np.int64)
+        tokens = torch.from_numpy(ids).to(device)
+        with autocast(device, precision):
+            hidden = model.hidden(tokens[:, :-1])
+        # The head not in bfloat16: rounded logits would add noise to every loss.
+        targets = tokens[:, 1:].flatten()
+        nothing = torch.zeros(len(targets), device=device)
+        scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.head.weight.float(), targets, nothing)
+        for span, row in zip(batch, scored.losses.view(len(batch), -1).cpu().numpy(), strict=True):
+            losses[span.scored : span.end + 1] = row[span.scored - span.start - 1 :]
+            done += span.end + 1 - span.scored
+        progress(done)
+    losses[np.asarray(stream.tokens) == stream.separator] = np.nan
+    return losses
+
+
+def evaluate_text(
+    model: Decoder,
+    stream: Stream,
+    windows: Sequence[int],
+    overlaps: Sequence[Overlap] = ("none",),
+    *,
+    batch_tokens: int = 65_536,
+    device: torch.device | None = None,
+    precision: str = "auto",
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Iterator[tuple[WindowResult, Losses]]:
+    """Window by window, as they come."""
+    device = torch.device("cpu") if device is None else device
+    check_windows(windows, overlaps, stream)
+    known = min(model.config.vocab_size, VOCABULARIES[stream.tokenizer])  # a model's ids are rounded up
+    check_ids(np.asarray(stream.tokens), known, stream.name)
+    before = torch.get_float32_matmul_precision()
+    if precision != "float32":
+        torch.set_float32_matmul_precision("high")  # as in training: the head in TF32, where there is that
+    try:
+        for overlap in overlaps:
+            for window in windows:
+                begun = time.monotonic()
+                label = f"{stream.name}, {window:,}" + (", half" if overlap == "half" else "")
+
+                def show(done: int, label: str = label) -> None:
+                    progress(label, done, len(stream.tokens) - 1)
+
+                losses = token_losses(
+                    model,
+                    stream,
+                    window,
+                    overlap,
+                    batch_tokens=batch_tokens,
+                    device=device,
+                    precision=precision,
+                    progress=show,
+                )
+                yield _result(stream, window, overlap, losses, precision, device, begun), losses
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def windows_that_fit(stream: Stream) -> tuple[int, ...]:
+    return tuple(window for window in WINDOWS if window < len(stream.tokens))
+
+
+def check_windows(windows: Sequence[int], overlaps: Sequence[str], stream: Stream) -> None:
+    for window in windows:
+        if window < 1 or ("half" in overlaps and window % 2):
+            raise ValueError(f"a window must be at least 1, and even to overlap by half, got {window}")
+        if window >= len(stream.tokens):
+            raise ValueError(
+                f"a window of {window:,} tokens is longer than {stream.name}, which has {len(stream.tokens) - 1:,}"
+            )
+
+
+def evaluate_run_text(
+    run: RunFolder, results: Iterator[tuple[WindowResult, Losses]], keep_losses: bool = False
+) -> Iterator[WindowResult]:
+    """Write each result to perplexity.jsonl as it comes, and on request the tokens' losses to losses-<text>.npz."""
+    for result, losses in results:
+        put_row(run.perplexity_file, asdict(result), ("text", "window", "overlap", "precision"))
+        if keep_losses:
+            file = run.path / f"losses-{result.text}.npz"
+            arrays: dict[str, Any] = dict(np.load(file)) if file.is_file() else {}
+            arrays[f"{result.window}/{result.overlap}"] = pack_losses(losses)
+            write_arrays(file, arrays)
+        yield result
+
+
+STEPS_PER_ROOT = 56
+
+
+def pack_losses(losses: Losses) -> npt.NDArray[np.uint8]:
+    """A byte each: the root in steps of 1/56, up to 20.6 nats; 255 where none is due. At 3 nats a step is 0.06."""
+    steps = np.clip(np.round(np.sqrt(np.nan_to_num(losses)) * STEPS_PER_ROOT), 0, 254)
+    return np.where(np.isnan(losses), 255, steps).astype(np.uint8)
+
+
+def unpack_losses(packed: npt.NDArray[np.uint8]) -> Losses:
+    """What `pack_losses` kept."""
+    losses = np.square(packed.astype(np.float32) / STEPS_PER_ROOT)
+    return np.where(packed == 255, np.float32(np.nan), losses)
+
+
+def interval(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> tuple[float, float]:
+    """95 % of the mean loss a token, when documents are drawn anew; the same draws for equally many documents."""
+    drawing = np.random.default_rng(0)
+    draws = (drawing.integers(len(sums), size=len(sums)) for _ in range(RESAMPLED))
+    means = [sums[drawn].sum() / counts[drawn].sum() for drawn in draws]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _result(
+    stream: Stream,
+    window: int,
+    overlap: Overlap,
+    losses: Losses,
+    precision: str,
+    device: torch.device,
+    begun: float,
+) -> WindowResult:
+    scored = ~np.isnan(losses)
+    places = np.flatnonzero(scored)
+    values = losses[places].astype(np.float64)
+    total = float(values.sum())
+    document = np.searchsorted(stream.documents[:, 0], places, side="right") - 1
+    sums = np.bincount(document, values, minlength=len(stream.documents)).astype(np.float64)
+    counts = np.bincount(document, minlength=len(stream.documents))
+    filled = counts > 0
+    ends = interval(sums[filled], counts[filled]) if filled.sum() > 1 else None
+    n_bytes, n_words = (None if (sizes < 0).any() else int(sizes.sum()) for sizes in stream.documents[:, 1:].T)
+    return WindowResult(
+        text=stream.name,
+        window=window,
+        overlap=overlap,
+        tokens=len(values),
+        documents=int(filled.sum()),
+        loss=total / len(values),
+        perplexity=float(np.exp(total / len(values))),
+        low=float(np.exp(ends[0])) if ends else None,
+        high=float(np.exp(ends[1])) if ends else None,
+        word_perplexity=float(np.exp(total / n_words)) if n_words else None,
+        byte_perplexity=float(np.exp(total / n_bytes)) if n_bytes else None,
+        bits_per_byte=float(total / n_bytes / np.log(2)) if n_bytes else None,
+        by_position=_by_position(len(losses), window, overlap, losses),
+        by_document=[(round(float(a), 3), int(b)) for a, b in zip(sums, counts, strict=True)],
+        precision="bfloat16" if precision == "auto" and device.type == "cuda" else precision.replace("auto", "float32"),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        seconds=round(time.monotonic() - begun, 2),
+    )
+
+
+def _by_position(tokens: int, window: int, overlap: Overlap, losses: Losses) -> list[tuple[int, float | None, int]]:
+    """Powers of two: a token at place 1 has been told one token of its window, its own predecessor."""
+    place = np.zeros(tokens, dtype=np.int64)
+    for span in spans(tokens, window, overlap):
+        place[span.scored : span.end + 1] = np.arange(span.scored, span.end + 1) - span.start
+    found: list[tuple[int, float | None, int]] = []
+    low, high = 0, 1
+    while low < window:
+        values = losses[(place > low) & (place <= min(high, window)) & ~np.isnan(losses)]
+        mean = round(float(values.mean(dtype=np.float64)), 5) if len(values) else None
+        found.append((min(high, window), mean, len(values)))
+        low, high = high, 2 * high
+    return found

@@ -1,0 +1,1 @@
+"""The fused kernels and their launchers."""

@@ -1,0 +1,1 @@
+"""Train one run: steps, checkpoints, processes."""
