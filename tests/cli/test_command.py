@@ -100,7 +100,7 @@ def test_help(verb: tuple[str, ...]) -> None:
             (("evaluate", "flipflop-tra", "--windows", "8"), "are for language models; this run learnt flipflop"),
             (("report", "none"), "has no config.json"),
             (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
-            (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
+            (("train", "--prest", "demo"), "Unrecognized options: --prest: did you mean --preset?"),
             (("bench", "ops"), "invalid choice 'ops'"),
             (("evaluate",), "Missing from tra evaluate"),
             (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),
