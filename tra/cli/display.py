@@ -202,9 +202,8 @@ def perplexity_table(results: list[WindowResult]) -> Table:
 
 def diagnosis_table(rows: list[Diagnosis]) -> Table:
     """Return means over layers and heads: a row for every split, a column for every measure of the mechanism."""
-    shown = {
-        name: title for name, title in DIAGNOSIS_COLUMNS.items() if mean_over_heads(getattr(rows[0], name)) is not None
-    }
+    measured = [name for name in DIAGNOSIS_COLUMNS if mean_over_heads(getattr(rows[0], name)) is not None]
+    titles = [DIAGNOSIS_COLUMNS[name] for name in measured]
     table = Table("split", "lengths", *titles, title="attention, mean over layers and heads", caption=DIAGNOSIS_CAPTION)
     for row in rows:
         values = [mean_over_heads(getattr(row, name)) for name in measured]

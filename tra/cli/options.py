@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
     def _is_value_of(self, option: str, argument: str) -> bool:
         action = self._option_string_actions.get(option)
-        if action is None or action.nargs is not None or argument in self._option_string_actions:
+        if action is None or action.nargs is not None or argument in ("--", *self._option_string_actions):
             return False
         return argument.startswith("-") and (action.type is str or _is_number(argument))
 
