@@ -77,6 +77,9 @@ def test_a_config_file_instead_of_a_preset(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/flipflop-tra/config.json").read_text())["train"]["seed"] == 4
 
 
+PIPED: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+
+
 @pytest.mark.parametrize("verb", [(), *((verb,) for verb in VERBS)])
 def test_help(verb: tuple[str, ...]) -> None:
     """Every verb and every option is explained, without torch and at once."""
@@ -89,9 +92,10 @@ finally:
     assert "torch" not in sys.modules
     assert time.process_time() < 0.5
 """
-    shown = subprocess.run([sys.executable, "-c", code, *verb, "--help"], capture_output=True, text=True, check=False)
+    shown = subprocess.run([sys.executable, "-c", code, *verb, "--help"], env=os.environ | {"COLUMNS": "80"}, **PIPED)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith(" ".join(("usage: tra", *verb)))
+    assert max(map(len, shown.stdout.splitlines())) <= 80
     if not verb:
         for name, (_, line) in VERBS.items():
             assert re.search(rf"^  {name} +{re.escape(line)}$", shown.stdout, re.M)

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from tra.runs.folder import RunFolder
     from tra.text.task import Text
 
-DESCRIPTION = """Draw what runs attend to on one sequence, layer by layer and head by head; several runs side by side.
+DESCRIPTION = """Draw what runs attend to on one sequence: a map for every layer and head.
+Several runs are drawn side by side.
 
-White is a dropped key, grey a later one. A query at which an answer is due has a frame; one that keeps no key has
-a cross. The numbers go to attend.npz in each run's folder.
+White is a dropped key, grey a later one. A query at which an answer is due has
+a frame; one that keeps no key has a cross. The numbers go to attend.npz in each
+run's folder.
 
   tra attend flipflop-tra --text w1i0i1r1 --layers 3
-  tra attend runs/text-demo-tra runs/text-demo-rope --prompt "Alice was beginning" """
+  tra attend runs/text-demo-tra runs/text-demo-rope --prompt 'Alice was'"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="RUN",
-        help="run folders, or a run that ships with tra (flipflop-tra); several must have learnt the same task, or "
+        help="run folders, or flipflop-tra, a run that comes with tra; several must have learnt the same task, or "
         "text with the same tokenizer",
     )
     parser.add_argument(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Measure speed and memory on this machine.
 
-  op        the attention operator: on a GPU the kernels against other attention, on a CPU the implementations
+  op        the attention operator: on a GPU its kernels and other attention,
+            on a CPU the implementations
   step      a whole training step of every mechanism, relative to RoPE's
   decode    one token after a long context; needs a GPU
   generate  generation from prompt to end, with a CUDA graph and without

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tra.evaluation.exact_match import SplitResult
 
-DESCRIPTION = """Train TRA, RoPE and FoT on a small task, and see which of them works on longer sequences.
-Takes minutes on a laptop. Shows a table; saves a figure, a page and the three runs."""
+DESCRIPTION = """Train TRA, RoPE and FoT on a small task, and see which of them works on longer
+sequences. Takes minutes on a laptop. Shows a table; saves a figure, a page and
+the three runs."""
 
 MECHANISMS = ("tra", "rope", "forgetting")
 
@@ -20,7 +21,7 @@ Test sets: iid as in training; sparse with more noise, dense with less; 4x and 1
 
 CONCLUSION = """\
 Keys that don't matter leave TRA's softmax and don't count as distance, so a longer sequence looks like a short one.
-Figure: {out}/exact-match.png. Runs: {out}. Next: . .venv/bin/activate, tra train --help
+Figure: {out}/exact-match.png. Runs: {out}. Next: . .venv/bin/activate; tra train --help
 All of it, to open in a browser: {out}/report.html"""
 
 

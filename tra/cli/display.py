@@ -8,6 +8,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -204,7 +205,16 @@ def diagnosis_table(rows: list[Diagnosis]) -> Table:
     """Return means over layers and heads: a row for every split, a column for every measure of the mechanism."""
     measured = [name for name in DIAGNOSIS_COLUMNS if mean_over_heads(getattr(rows[0], name)) is not None]
     titles = [DIAGNOSIS_COLUMNS[name] for name in measured]
-    table = Table("split", "lengths", *titles, title="attention, mean over layers and heads", caption=DIAGNOSIS_CAPTION)
+    table = Table(
+        "split",
+        "lengths",
+        *titles,
+        title="attention, mean over layers and heads",
+        caption=DIAGNOSIS_CAPTION,
+        caption_justify="left",
+        box=SIMPLE_HEAD,  # narrow: all columns stay readable on 80 columns
+        padding=0,
+    )
     for row in rows:
         values = [mean_over_heads(getattr(row, name)) for name in measured]
         table.add_row(row.split, length_text(asdict(row)), *("-" if v is None else f"{v:.3g}" for v in values))

@@ -21,17 +21,19 @@ if TYPE_CHECKING:
     from tra.tasks import Task
     from tra.text.task import Stream, Text
 
-DESCRIPTION = """Measure a trained run. Results are shown and written to the run's folder as they come.
+DESCRIPTION = """Measure a trained run. Results are shown, and written to the run's folder, as
+they come.
 
 A run of a task: exact match of every split, with 95 % intervals, to eval.jsonl.
-A language model: perplexity by window, with intervals over documents, to perplexity.jsonl.
+A language model: perplexity by window, with intervals over documents, to
+perplexity.jsonl.
 
   tra evaluate runs/flipflop-tra --splits iid 16x
-  tra evaluate runs/wikitext-tra --text data/wikitext-103/test --windows 128 4096"""
+  tra evaluate runs/wikitext-tra --text data/wikitext-103/test --overlap half"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a run that ships with tra (flipflop-tra)")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or flipflop-tra, a run that comes with tra")
     parser.add_argument(
         "--diagnose",
         action="store_true",

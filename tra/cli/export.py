@@ -8,14 +8,14 @@ from pathlib import Path
 
 from tra.cli.options import add_tokenizer_files
 
-DESCRIPTION = """Save a trained run as a folder that transformers loads: weights, config, tokenizer and model card.
-The folder is written whole or not at all.
+DESCRIPTION = """Save a trained run as a folder that transformers loads: weights, config,
+tokenizer and model card. The folder is written whole or not at all.
 
   tra export flipflop-tra my-model"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a run that ships with tra (flipflop-tra)")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or flipflop-tra, a run that comes with tra")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes")
     parser.add_argument("--overwrite", action="store_true", help="replace the exported model in the folder")
     add_tokenizer_files(parser)

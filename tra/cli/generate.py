@@ -14,12 +14,12 @@ A language model continues a text, a run of a task a sequence of its symbols:
   tra generate runs/text-demo-tra --prompt "Alice was" --temperature 0.8
   tra generate flipflop-tra --prompt w1i0i1r
 
-The most probable token is taken, so the result is always the same, unless --temperature, --top-k, --top-p or
---number ask for sampling."""
+The most probable token is taken, so the result is always the same, unless
+--temperature, --top-k, --top-p or --number ask for sampling."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a run that ships with tra (flipflop-tra)")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or flipflop-tra, a run that comes with tra")
     parser.add_argument(
         "--prompt",
         type=str,

@@ -13,7 +13,7 @@ from tra import __version__, unknown_name
 from tra.cli.options import Parser
 
 VERBS: dict[str, tuple[str, str]] = {
-    "demo": ("tra.cli.demo", "train TRA and two rivals on a small task, and compare them: minutes on a laptop"),
+    "demo": ("tra.cli.demo", "compare TRA with two rivals on a small task, in minutes on a laptop"),
     "train": ("tra.cli.train", "train one model, from a preset or a config file"),
     "evaluate": ("tra.cli.evaluate", "measure a trained run: exact match by length, or perplexity"),
     "generate": ("tra.cli.generate", "let a trained run continue a prompt"),
@@ -32,7 +32,8 @@ A verb's module is imported only when its verb is named, and imports torch only 
 HELP = """usage: tra VERB ...
        tra VERB --help
 
-Threshold Relative Attention: decoders trained on short sequences that keep working on long ones.
+Threshold Relative Attention: decoders trained on short sequences that keep
+working on long ones.
 
 verbs:
 {verbs}
@@ -42,9 +43,9 @@ options:
   --version   show the version
 
 first steps:
-  tra demo                                     see TRA and its rivals on long sequences
-  tra train --preset flipflop-quick            train a model of your own
-  tra evaluate runs/flipflop-quick-tra         measure it"""
+  tra demo                              see TRA and its rivals on long sequences
+  tra train --preset flipflop-quick     train a model of your own
+  tra evaluate runs/flipflop-quick-tra  measure it"""
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:

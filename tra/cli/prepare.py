@@ -19,12 +19,16 @@ A source is one of, also as .xz or .gz:
   a .jsonl file: each line's field "text" is one document
   a .bin file: a stream of tokens, uint16
   hub:Salesforce/wikitext:wikitext-103-raw-v1
-A source with several splits becomes the stores DIR/train, DIR/valid and DIR/test."""
+A source with several splits becomes the stores DIR/train, DIR/valid, DIR/test."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paths", nargs="*", default=[], metavar="SOURCE ... DIR", help="what to read; last, where the store goes"
+        "paths",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="SOURCE ... DIR: what to read; last, where the store goes",
     )
     parser.add_argument(
         "--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="GPT-2's BPE, or plain bytes (default: gpt2)"

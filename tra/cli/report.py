@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-DESCRIPTION = """Make tables and figures of evaluated runs of one task: one run of each mechanism, or several seeds.
-With --out NAME.html, make one page instead, of runs of any tasks: curves, tables and attention maps to look into.
+DESCRIPTION = """Make tables and figures of evaluated runs of one task: one run of each
+mechanism, or several seeds. With --out NAME.html, make one page instead, of
+runs of any tasks: curves, tables and attention maps to look into.
 
   tra report runs/flipflop-tra runs/flipflop-rope
   tra report runs/*/ --out report.html"""

@@ -12,19 +12,21 @@ from tra.cli.options import add_device, add_list, parse_duration
 if TYPE_CHECKING:
     from tra.suite.grid import Cell, Suite
 
-DESCRIPTION = """Train and measure a grid of runs, and make its tables. Finished runs are skipped; others are resumed.
+DESCRIPTION = """Train and measure a grid of runs, and make its tables. Finished runs are
+skipped; interrupted ones are resumed.
 
   run     train and measure every run of a suite
   status  show how far every run is
   table   make the tables, as far as runs are finished
-  merge   bring run folders, or archives made with --pack, of several machines together in --out
+  merge   bring run folders of several machines, or archives made with --pack,
+          together in --out
 
 suites:
-  paper, paper-quick              the paper's five tables; the same in miniature
-  rivals, rivals-rates            every mechanism on a small task; learning rates for them
-  lengths, lengths-rates          copy, induct and instruct; learning rates for them
-  language-rates                  learning rates for language models
-  FILE.py:FUNCTION                your own: a function that returns a suite
+  paper, paper-quick      the paper's five tables; the same in miniature
+  rivals, rivals-rates    every mechanism on a small task; its learning rates
+  lengths, lengths-rates  copy, induct and instruct; their learning rates
+  language-rates          learning rates of language models
+  FILE.py:FUNCTION        your own: a function that returns a suite
 
   tra suite run rivals --jobs 2
   tra suite run paper --only flipflop tra rope --budget 9m
@@ -37,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="*",
         default=[],
-        metavar="SUITE | FOLDER ...",
-        help="a suite, see above; with merge, run folders or archives",
+        metavar="NAME",
+        help="a suite, see above; with merge: run folders or archives",
     )
     add_list(parser, "--only", "NAME", "tables and mechanisms to take (default: all)")
     parser.add_argument(

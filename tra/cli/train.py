@@ -12,24 +12,27 @@ if TYPE_CHECKING:
     from tra.config import RunConfig
 
 DESCRIPTION = """Train one run: a config becomes a folder with weights, metrics and checkpoints.
-A run that was interrupted or killed goes on with --resume, as if nothing had happened.
+A run that was interrupted or killed goes on with --resume, as if nothing had
+happened.
 
   tra train --preset flipflop-quick
   tra train --preset flipflop-quick model.mechanism=rope train.steps=500
   tra train --resume --out runs/flipflop-quick-tra
 
 presets (-quick is a smaller, faster version):
-  demo                                   flip-flop on 64 symbols, a minute on a CPU
-  flipflop, flipflop-quick               remember a bit through noise, as in the paper
+  demo                      flip-flop on 64 symbols, a minute on a CPU
+  flipflop, flipflop-quick  remember a bit through noise, as in the paper
   copy, copy-small, copy-exact, copy-quick
+                            repeat the input
   induct, induct-small, induct-exact, induct-quick
-                                         repeat the input; find what followed a symbol
-  instruct, instruct-quick               seven operations on a list
-  mqar, mqar-quick                       multi-query associative recall
-  wikitext, wikitext-quick               language model; needs tra prepare
-  text-demo                              language model of a text that ships with tra
+                            find what followed a symbol
+  instruct, instruct-quick  seven operations on a list
+  mqar, mqar-quick          multi-query associative recall
+  wikitext, wikitext-quick  language model; needs tra prepare
+  text-demo                 language model of a text that comes with tra
 
-Several processes, each with its part of every batch: torchrun --nproc-per-node 2 -m tra train ..."""
+Several processes, each with its part of every batch:
+  torchrun --nproc-per-node 2 -m tra train --preset flipflop"""
 
 EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 
