@@ -100,6 +100,18 @@ def test_the_vocabulary_follows_the_task() -> None:
         ("optim.lr=-1", "lr > 0"),
         ("optim.clip=0", "optim.clip must be above 0"),
         ("version=2", "has version 2, this tra reads up to 1"),
+        ("version=true", "version must be of type int, got True"),
+        ("optim.lr=NaN", "optim.lr must be a number of at most 64 bits, got nan"),
+        ("optim.lr=-Infinity", "optim.lr must be a number of at most 64 bits, got -inf"),
+        ("optim.lr=" + "9" * 400, "optim.lr must be a number of at most 64 bits, got 9999"),
+        ("optim.lr=" + "9" * 5000, "optim.lr must be of type float, got '9999"),
+        ("train.seed=" + "9" * 400, "train.seed must be a number of at most 64 bits, got 9999"),
+        ("train.steps=5.0", "train.steps must be of type int, got 5.0"),
+        ("train.steps=" + "[" * 100_000, r"train.steps must be of type int, got '\[\["),
+        ("evaluate.windows=8", "evaluate.windows must be of type tuple, got 8"),
+        ('evaluate.examples_of={"iid": "few"}', "evaluate.examples_of.iid must be of type int, got 'few'"),
+        ("task.arguments.length=" + "[" * 500 + "]" * 500, "task.arguments.length must be of type int"),
+        ("task=[]", "task is a section"),
     ],
 )
 def test_bad_overrides(assignment: str, message: str) -> None:
@@ -115,11 +127,16 @@ def test_bad_files(tmp_path: Path) -> None:
         ("[]", "must hold a JSON object"),
         ('{"task": {"name": "copy"}}', "incomplete"),
         ('{"task": 5}', "task must be a section"),
+        ('{"task": ' * 100_000, "is not JSON: maximum recursion depth"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
         (json.dumps(preset("demo").to_dict() | {"version": 99}), "version 99"),
     ):
         file.write_text(content)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             RunConfig.load(file)
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(ValueError, match="can't be read: Is a directory"):
+        RunConfig.load(tmp_path)
     with pytest.raises(ValueError, match="there is no config file"):
         RunConfig.load(tmp_path / "none.json")
 

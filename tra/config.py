@@ -1,12 +1,14 @@
-"""One run, described whole: frozen dataclasses, JSON and back, and dotted overrides."""
+"""The config of a run: frozen dataclasses, their JSON form, and overrides such as `train.steps=100`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import reprlib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,47 +19,49 @@ from tra.tasks import TASKS, Task
 from tra.text.task import Text
 
 VERSION = 1
-"""Of the config's form. A file of a newer version is refused, not guessed at."""
+"""Version of the JSON form. A file of a newer version is refused."""
+MAX_NUMBER = 2**63 - 1
+"""Largest number of a config: seeds and sizes have 64 bits in torch."""
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is learnt."""
+    """The task that a run learns."""
 
     name: str = "flipflop"
     """A name from `tra.tasks.TASKS`, or "text"."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the task, where they aren't the paper's."""
+    """Arguments of the task that differ from the paper's."""
 
     def build(self) -> Task:
         known = TASKS | {Text.name: Text}
         if self.name not in known:
             raise ValueError(unknown_name("task", self.name, known))
         task = known[self.name]
-        hints = typing.get_type_hints(task.__init__)
-        del hints["return"]
+        types_of = typing.get_type_hints(task.__init__)
+        del types_of["return"]
         for argument, value in self.arguments.items():
-            if argument not in hints:
-                raise ValueError(unknown_name(f"argument of {self.name}", argument, hints))
-            _fit(value, hints[argument], f"task.arguments.{argument}")
+            if argument not in types_of:
+                raise ValueError(unknown_name(f"argument of {self.name}", argument, types_of))
+            convert_json(value, types_of[argument], f"task.arguments.{argument}")
         return task(**self.arguments)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, linear warm-up, cosine decay."""
+    """Settings of AdamW and of the learning rate over the steps."""
 
     lr: float = 1e-4
-    """Highest learning rate, reached after warm-up."""
+    """Highest learning rate, reached at the end of the warm-up."""
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.01
     warmup: float = 0.05
-    """Fraction of the steps over which the rate rises."""
+    """Fraction of the steps in which the rate rises linearly."""
     decay: Literal["cosine", "none"] = "cosine"
-    """Down to 0 over the remaining steps, or not at all."""
+    """How the rate falls after the warm-up: to 0 along a cosine, or not at all."""
     clip: float | None = None
-    """Largest norm of the gradients; None doesn't clip."""
+    """Largest norm of the gradients; None: no limit."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or not 0 <= self.warmup <= 1 or self.weight_decay < 0:
@@ -66,30 +70,30 @@ class OptimConfig:
             raise ValueError(f"optim.clip must be above 0 or null, got {self.clip}")
 
     def rate(self, step: int, steps: int) -> float:
-        """Learning rate of step 0, 1, … `steps - 1`."""
-        warm = round(self.warmup * steps)
-        if step < warm:
-            return self.lr * (step + 1) / warm
+        """Return the learning rate of a step, counted from 0."""
+        warmup_steps = round(self.warmup * steps)
+        if step < warmup_steps:
+            return self.lr * (step + 1) / warmup_steps
         if self.decay == "none":
             return self.lr
-        return self.lr * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
+        return self.lr * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at a time, and what is written down."""
+    """Length, batches, precision and records of training."""
 
     steps: int = 1000
     batch_size: int = 64
-    """Sequences per step, over all of `accumulate`."""
+    """Sequences per step, all `accumulate` pieces together."""
     accumulate: int = 1
-    """Pieces a batch is cut into, one after another, to save memory."""
+    """Pieces of a batch that are computed one after another, to save memory."""
     seed: int = 0
-    """Of initialisation, data and dropout."""
+    """Seed of initialisation, data and dropout."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """bfloat16 is autocast over float32 weights; "auto" takes it on a GPU."""
+    """bfloat16 is autocast with float32 weights; "auto" is bfloat16 on a GPU, else float32."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile and, on a GPU, the whole step as one CUDA graph; "auto" does so on a GPU."""
+    """torch.compile and, on a GPU, the whole step as one CUDA graph; "auto" is "on" on a GPU, else "off"."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int = 1000
@@ -107,23 +111,23 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What `tra evaluate` looks at unless told otherwise."""
+    """What `tra evaluate` measures by default."""
 
     examples: int = 1000
     """Test sequences per split."""
     examples_of: dict[str, int] = field(default_factory=dict)
-    """Splits with another number of them."""
+    """Another number for some splits."""
     splits: tuple[str, ...] = ()
-    """All but "train" when empty."""
+    """Splits to measure; empty: all but "train"."""
     batch_tokens: int = 65_536
     """Tokens in one forward pass."""
     windows: tuple[int, ...] = ()
-    """Of text: windows at which perplexity is measured; of 128, 256, … 16,384 those that fit, when empty."""
+    """Windows at which a language model's perplexity is measured; empty: 128, 256, … 16,384 as far as they fit."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run: `config.json` of a run folder."""
+    """Everything that defines a run: `config.json` of a run folder."""
 
     task: TaskConfig
     model: DecoderConfig
@@ -133,7 +137,7 @@ class RunConfig:
     version: int = VERSION
 
     def resolved(self) -> RunConfig:
-        """Checked, and with the vocabulary of its task."""
+        """Check task and splits; return the config with the vocabulary size of its task."""
         task = self.task.build()
         for split in (*self.evaluate.splits, *self.evaluate.examples_of):
             task.lengths(split)
@@ -145,11 +149,9 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        version = values.get("version", VERSION)
-        if not isinstance(version, int) or version > VERSION:
-            raise ValueError(
-                f"the config has version {version!r}, this tra reads up to {VERSION}: update tra to use it"
-            )
+        version = convert_json(values.get("version", VERSION), int, "version")
+        if version > VERSION:
+            raise ValueError(f"the config has version {version}, this tra reads up to {VERSION}: update tra to use it")
         return _build(cls, values, "").resolved()
 
     @classmethod
@@ -158,25 +160,27 @@ class RunConfig:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"there is no config file {path}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ValueError(f"{path} can't be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, nested too deeply
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a JSON object, got a {type(values).__name__}")
         return cls.from_dict(values)
 
-    def override(self, assignments: typing.Sequence[str]) -> RunConfig:
-        """Apply `train.steps=100`, `model.mechanism=rope`, `task.arguments.length=64`, …"""
+    def override(self, assignments: Sequence[str]) -> RunConfig:
+        """Return the config with `train.steps=100`, `model.mechanism=rope`, `task.arguments.length=64`, … applied."""
         values = self.to_dict()
         for assignment in assignments:
-            dotted, equals, text = assignment.partition("=")
+            key, equals, text = assignment.partition("=")
             if not equals:
                 raise ValueError(f"an override reads section.key=value, got {assignment!r}")
-            _assign(values, dotted, _read(text))
+            _assign(values, key, _parse_value(text))
         return RunConfig.from_dict(values)
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of what differs between two configs."""
+    """Return the dotted keys in which two configs differ."""
     found = []
     for key in sorted(one.keys() | other.keys()):
         a, b = one.get(key), other.get(key)
@@ -187,77 +191,75 @@ def differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") ->
     return found
 
 
-def _read(text: str) -> Any:
-    """A JSON value where it is one, else the text itself: `64`, `true`, `null`, `rope`."""
+def _parse_value(text: str) -> Any:
+    """Return a JSON value where the text is one (`64`, `true`, `null`), else the text itself (`rope`)."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
 def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *path, last = dotted.split(".")
-    node = values
-    for depth, key in enumerate(path):
-        if not isinstance(node.get(key), dict):
-            raise ValueError(unknown_name("key", ".".join(path[: depth + 1]), _dotted(values)))
-        node = node[key]
-    open_ended = path[-1:] in (["arguments"], ["examples_of"])
-    if last not in node and not open_ended:
-        raise ValueError(unknown_name("key", dotted, _dotted(values)))
-    if isinstance(node.get(last), dict) and not isinstance(value, dict):
-        raise ValueError(
-            f"{dotted} is a section: set one of its keys, such as {dotted}.{next(iter(node[last]), 'key')}"
-        )
-    node[last] = value
+    *sections, key = dotted.split(".")
+    section = values
+    for depth, name in enumerate(sections, start=1):
+        if not isinstance(section.get(name), dict):
+            raise ValueError(unknown_name("key", ".".join(sections[:depth]), _dotted_keys(values)))
+        section = section[name]
+    takes_any_key = sections[-1:] in (["arguments"], ["examples_of"])
+    if key not in section and not takes_any_key:
+        raise ValueError(unknown_name("key", dotted, _dotted_keys(values)))
+    if isinstance(section.get(key), dict) and not isinstance(value, dict):
+        example = next(iter(section[key]), "key")
+        raise ValueError(f"{dotted} is a section: set one of its keys, such as {dotted}.{example}")
+    section[key] = value
 
 
-def _dotted(values: dict[str, Any], prefix: str = "") -> list[str]:
-    names = []
+def _dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
     for key, value in values.items():
-        names += _dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
-    return names
+        keys += _dotted_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
+    return keys
 
 
 def _build(cls: Any, values: dict[str, Any], prefix: str) -> Any:
-    """A dataclass from JSON, with every key and type checked."""
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in hints:
-            raise ValueError(unknown_name("key", prefix + key, [prefix + name for name in hints]))
+    """Return a dataclass made of JSON values, every key and type checked."""
+    types_of = typing.get_type_hints(cls)
     arguments = {}
     for key, value in values.items():
-        hint, name = hints[key], prefix + key
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ValueError(f"{name} must be a section, got {value!r}")
-            arguments[key] = _build(hint, value, name + ".")
-        else:
-            arguments[key] = _fit(value, hint, name)
+        if key not in types_of:
+            raise ValueError(unknown_name("key", prefix + key, [prefix + name for name in types_of]))
+        arguments[key] = convert_json(value, types_of[key], prefix + key)
     try:
         return cls(**arguments)
     except TypeError as error:
         raise ValueError(f"the config is incomplete: {error}") from None
 
 
-def _fit(value: Any, hint: Any, name: str) -> Any:
-    """`value` as `hint`, or a ValueError that says what was expected."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+def convert_json(value: Any, expected: Any, name: str) -> Any:
+    """Return a JSON value as the expected type; if it isn't, a ValueError says what `name` must be."""
+    origin, inner = typing.get_origin(expected) or expected, typing.get_args(expected)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    shown = reprlib.repr(value)  # shortened: a wrong value can be thousands of characters long
+    if dataclasses.is_dataclass(origin):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} must be a section, got {shown}")
+        return _build(origin, value, f"{name}.")
     if origin is Literal:
         if value not in inner:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, inner))}, got {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, inner))}, got {shown}")
         return value
     if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _fit(value, next(option for option in inner if option is not type(None)), name)
+        (other,) = (option for option in inner if option is not type(None))
+        return None if value is None else convert_json(value, other, name)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_fit(item, inner[0], name) for item in value)
+        return tuple(convert_json(item, inner[0], name) for item in value)
     if origin is dict and isinstance(value, dict):
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return {key: convert_json(item, inner[1], f"{name}.{key}") for key, item in value.items()}
+    if origin in (int, float) and is_number and not -MAX_NUMBER <= value <= MAX_NUMBER:  # also infinity and NaN
+        raise ValueError(f"{name} must be a number of at most 64 bits, got {shown}")
+    if origin is float and is_number:
         return float(value)
-    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    if origin is Any or (isinstance(value, origin) and (origin is bool or not isinstance(value, bool))):
         return value
-    expected = getattr(hint, "__name__", str(hint))
-    raise ValueError(f"{name} must be of type {expected}, got {value!r}")
+    raise ValueError(f"{name} must be of type {origin.__name__}, got {shown}")

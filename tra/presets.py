@@ -1,8 +1,8 @@
-"""Runs by name: one function each, which returns the whole config.
+"""Presets: functions that return the whole config of a run, by name.
 
-`flipflop`, `copy`, `induct` and `instruct` have the paper's sizes, steps and batches; its learning rates for the last
-three aren't known, so those are ours, and so is everything of `mqar` and `demo`. `wikitext` is the paper's language
-model, `text-demo` one that needs no data. Most have a `-quick` sister in miniature.
+`flipflop`, `copy`, `induct` and `instruct` have the paper's sizes, steps and batches. The paper doesn't give learning
+rates for the last three, so those are our choice, and so is everything of `mqar` and `demo`. `wikitext` is the paper's
+language model; `text-demo` is one that needs no data. Most have a smaller, faster version with `-quick` at the end.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tra.model import DecoderConfig
 from tra.tasks.copy import SMALL
 
 
-def _paper(task: TaskConfig, optim: OptimConfig, train: TrainConfig, evaluate: EvalConfig) -> RunConfig:
-    """The paper's mini model: the authors' block, dropout 0.01."""
+def _mini_as_published(task: TaskConfig, optim: OptimConfig, train: TrainConfig, evaluate: EvalConfig) -> RunConfig:
+    """Return a run of the paper's mini model: the authors' block, dropout 0.01."""
     model = DecoderConfig.mini(vocab_size=len(task.build().vocabulary), block="authors", dropout=0.01)
     return RunConfig(task, model, optim, train, evaluate)
 
 
 def flipflop() -> RunConfig:
-    """Flip-flop as published: mini, 512 symbols, batch 64, 20,000 steps, lr 1e-4."""
-    return _paper(
+    """Return flip-flop as published: mini, 512 symbols, batch 64, 20,000 steps, lr 1e-4."""
+    return _mini_as_published(
         TaskConfig("flipflop"),
         OptimConfig(lr=1e-4),
         TrainConfig(steps=20_000, batch_size=64, checkpoint_every=2000),
@@ -44,7 +44,7 @@ def flipflop() -> RunConfig:
 
 
 def flipflop_quick() -> RunConfig:
-    """Flip-flop in miniature: tiny, 128 symbols, 3,000 steps."""
+    """Return a small flip-flop: tiny, 128 symbols, 3,000 steps."""
     config = flipflop()
     return dataclasses.replace(
         config,
@@ -57,7 +57,8 @@ def flipflop_quick() -> RunConfig:
 
 
 def _input_up_to_50(name: str, arguments: dict[str, int] | None = None) -> RunConfig:
-    return _paper(
+    """Return a run on a task whose training inputs have up to 50 symbols."""
+    return _mini_as_published(
         TaskConfig(name, arguments or {}),
         OptimConfig(lr=3e-4),
         TrainConfig(steps=100_000, batch_size=128, checkpoint_every=5000),
@@ -66,6 +67,7 @@ def _input_up_to_50(name: str, arguments: dict[str, int] | None = None) -> RunCo
 
 
 def _quick(config: RunConfig, steps: int = 5000) -> RunConfig:
+    """Return a run with fewer steps at a higher learning rate, evaluated on fewer sequences."""
     return dataclasses.replace(
         config,
         optim=dataclasses.replace(config.optim, lr=1e-3),
@@ -75,49 +77,49 @@ def _quick(config: RunConfig, steps: int = 5000) -> RunConfig:
 
 
 def copy() -> RunConfig:
-    """Copy, inputs of 1-50 symbols from 64: mini, batch 128, 100,000 steps."""
+    """Return copy, inputs of 1-50 symbols from 64: mini, batch 128, 100,000 steps."""
     return _input_up_to_50("copy")
 
 
 def copy_small() -> RunConfig:
-    """Copy with an alphabet of 4, in which symbols repeat."""
+    """Return copy with an alphabet of 4, in which symbols repeat."""
     return _input_up_to_50("copy", {"alphabet": SMALL})
 
 
 def copy_exact() -> RunConfig:
-    """Copy with every training input exactly 50 long, the other reading of the paper."""
+    """Return copy with every training input exactly 50 long: another way to read the paper."""
     return _input_up_to_50("copy", {"shortest": 50})
 
 
 def induct() -> RunConfig:
-    """Induct, inputs of 2-50 symbols from 64: mini, batch 128, 100,000 steps."""
+    """Return induct, inputs of 2-50 symbols from 64: mini, batch 128, 100,000 steps."""
     return _input_up_to_50("induct")
 
 
 def induct_small() -> RunConfig:
-    """Induct with an alphabet of 4."""
+    """Return induct with an alphabet of 4."""
     return _input_up_to_50("induct", {"alphabet": SMALL})
 
 
 def induct_exact() -> RunConfig:
-    """Induct with every training input exactly 50 long."""
+    """Return induct with every training input exactly 50 long."""
     return _input_up_to_50("induct", {"shortest": 50})
 
 
 def instruct() -> RunConfig:
-    """Instruct, seven operations on 0-50 symbols: mini, batch 128, 100,000 steps."""
+    """Return instruct, seven operations on 0-50 symbols: mini, batch 128, 100,000 steps."""
     return _input_up_to_50("instruct")
 
 
 def mqar() -> RunConfig:
-    """Multi-query associative recall: mini, 64 tokens, batch 128, 20,000 steps."""
+    """Return multi-query associative recall: mini, 64 tokens, batch 128, 20,000 steps."""
     config = _input_up_to_50("mqar")
     evaluate = EvalConfig(examples=1000, examples_of={"16384": 100, "65536": 20})
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20_000), evaluate=evaluate)
 
 
 def demo() -> RunConfig:
-    """The demo's: flip-flop of 64 symbols on a CPU in a minute. Pre-norm, 2 layers, 2 heads, width 64."""
+    """Return the run of `tra demo`: flip-flop of 64 symbols, a minute on a CPU. 2 layers, 2 heads, width 64."""
     return RunConfig(
         TaskConfig("flipflop", {"length": 64}),
         DecoderConfig(vocab_size=5, d_model=64, n_layers=2, n_heads=2, embedding_init="normal"),
@@ -128,9 +130,9 @@ def demo() -> RunConfig:
 
 
 def wikitext() -> RunConfig:
-    """WikiText-103 as published: medium, GPT-2's tokenizer, window 128, batch 64, 100,000 steps.
+    """Return WikiText-103 as published: medium, GPT-2's tokenizer, window 128, batch 64, 100,000 steps.
 
-    Expects `tra prepare` to have put the text into data/wikitext-103. The rate and clipping are ours.
+    The text must be in data/wikitext-103, where `tra prepare` puts it. Learning rate and clipping are our choice.
     """
     task = TaskConfig("text", {"data": "data/wikitext-103", "tokenizer": "gpt2", "window": 128})
     return RunConfig(
@@ -142,7 +144,7 @@ def wikitext() -> RunConfig:
 
 
 def wikitext_quick() -> RunConfig:
-    """The same in 15,000 steps, without dropout: a first answer in minutes on one GPU."""
+    """Return the same in 15,000 steps without dropout: minutes on one GPU."""
     config = wikitext()
     return dataclasses.replace(
         config,
@@ -152,7 +154,7 @@ def wikitext_quick() -> RunConfig:
 
 
 def text_demo() -> RunConfig:
-    """The text that ships with the package, byte by byte: tiny, window 128, a minute or two on a CPU."""
+    """Return the text that ships with the package, byte by byte: tiny, window 128, a minute or two on a CPU."""
     task = TaskConfig("text")
     return RunConfig(
         task,
@@ -186,7 +188,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 
 def preset(name: str) -> RunConfig:
-    """The config of a preset, checked."""
+    """Return the config of a preset, checked."""
     if name not in PRESETS:
         raise ValueError(unknown_name("preset", name, PRESETS))
     return PRESETS[name]().resolved()

@@ -174,7 +174,6 @@ def test_sweep(quick_check: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["decode", "flipflop-tra"], "bench decode takes a run and a token store, got 1 names"),
         (["decode", "--device", "cpu"], "bench decode measures the kernels, which need a GPU"),
     ],
 )

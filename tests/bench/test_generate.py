@@ -58,7 +58,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["mechanism"] for row in rows} == {"rope"}
     with pytest.raises(ValueError, match="did you mean 'rope'"):
         parse(["bench", "generate", "--only", "rop"])()
-    with pytest.raises(ValueError, match=r"bench generate takes no files, got x"):
+    with pytest.raises(ValueError, match="Unrecognized arguments: x"):
         parse(["bench", "generate", "x"])()
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 import tra as tra_package
 from tests.slow import slow
-from tra.cli.main import VERBS
-from tra.cli.options import parse_duration
-from tra.presets import preset
+from tra.cli.bench import MEASUREMENTS
+from tra.cli.display import TrainingDisplay, metric_parts
+from tra.cli.main import VERBS, parse
+from tra.cli.options import Parser, parse_duration
+from tra.presets import PRESETS, preset
+from tra.suite import SUITES
+from tra.training.trainer import Progress
 
 
 def tra(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -66,14 +77,137 @@ def test_a_config_file_instead_of_a_preset(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs/flipflop-tra/config.json").read_text())["train"]["seed"] == 4
 
 
-@pytest.mark.parametrize("verb", [(), ("demo",), *slow(*(((verb,),) for verb in VERBS if verb != "demo"))])
+PIPED: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+
+
+@pytest.mark.parametrize("verb", [(), *((verb,) for verb in VERBS)])
 def test_help(verb: tuple[str, ...]) -> None:
-    """Of a verb that quick tests call it is slow."""
-    shown = tra(*verb, "--help")
-    assert shown.returncode == 0
-    assert "usage: tra" in shown.stdout
+    """Every verb and every option is explained, without torch and at once."""
+    code = """
+import sys, time
+from tra.cli.main import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+    assert time.process_time() < 0.5
+"""
+    shown = subprocess.run([sys.executable, "-c", code, *verb, "--help"], env=os.environ | {"COLUMNS": "80"}, **PIPED)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(" ".join(("usage: tra", *verb)))
+    assert max(map(len, shown.stdout.splitlines())) <= 80
     if not verb:
-        assert all(name in shown.stdout for name in VERBS)
+        for name, (_, line) in VERBS.items():
+            assert re.search(rf"^  {name} +{re.escape(line)}$", shown.stdout, re.M)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_argument_is_explained(verb: str) -> None:
+    module = importlib.import_module(VERBS[verb][0])
+    parser = Parser(f"tra {verb}", module.DESCRIPTION)
+    module.add_arguments(parser)
+    for action in parser._actions:
+        assert len(action.help or "") > 10 or action.help == "see above"
+        assert action.metavar or action.choices or action.nargs == 0, f"{action.dest} has no metavar"
+
+
+@pytest.mark.parametrize(("verb", "names"), [("train", PRESETS), ("suite", SUITES), ("bench", MEASUREMENTS)])
+def test_help_names_what_there_is(verb: str, names: Iterable[str]) -> None:
+    description = importlib.import_module(VERBS[verb][0]).DESCRIPTION
+    for name in names:
+        assert re.search(rf"[\s,]{name}[\s,]", description), name
+
+
+def parsed(*arguments: str) -> dict[str, Any]:
+    call = parse(arguments)
+    assert isinstance(call, functools.partial)
+    return vars(call.args[0])
+
+
+def test_positional_arguments_stand_anywhere() -> None:
+    for arguments in (
+        ("train.steps=5", "train.seed=1", "--out", "x", "--resume", "--preset", "demo"),
+        ("--preset", "demo", "--out", "x", "train.steps=5", "train.seed=1", "--resume"),
+        ("train.steps=5", "--out=x", "train.seed=1", "--preset", "demo", "--resume"),
+    ):
+        found = parsed("train", *arguments)
+        assert (found["preset"], found["out"], found["resume"]) == ("demo", Path("x"), True)
+        assert found["changes"] == ["train.steps=5", "train.seed=1"]
+    found = parsed("attend", "a", "--rows", "0", "5", "b", "--layers", "1", "2", "--heads", "-1")
+    assert (found["runs"], found["rows"], found["layers"], found["heads"]) == (["a", "b"], [0, 5], [1, 2], [-1])
+    assert parsed("bench", "--json", "step")["what"] == parsed("bench", "step", "--json")["what"] == "step"
+    assert parsed("bench")["what"] == "op"
+    found = parsed("evaluate", "run", "--overlap", "none", "half", "--windows", "8", "--windows", "16")
+    assert (found["overlap"], found["windows"]) == (["none", "half"], [8, 16])
+
+
+def test_values_may_begin_with_a_dash() -> None:
+    for text in ("-x", "-", "--prompter", "- a b"):
+        assert parsed("generate", "run", "--prompt", text, "--seed", "-3")["prompt"] == text
+    assert parsed("generate", "run", "--temperature", "-1e-3")["temperature"] == -1e-3
+    assert parsed("generate", "run", "--stop=-x", "--stop", "y", "z")["stop"] == ["-x", "y", "z"]
+    with pytest.raises(ValueError, match="argument --prompt: expected one argument"):
+        parse(["generate", "run", "--prompt", "--json"])
+    with pytest.raises(ValueError, match="argument --out: expected one argument"):
+        parse(["train", "--out", "--resum"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name a verb: demo, train"),
+        (("--versio",), "unknown option '--versio'"),
+        (("train", "--res"), "Unrecognized options: --res: did you mean --resume?"),
+        (("train", "a=1", "--overwrit=5", "b=2"), "Unrecognized options: --overwrit: did you mean --overwrite?"),
+        (("train", "--xyz"), "Unrecognized options: --xyz (tra train --help)"),
+        (("export", "a", "b", "c"), "Unrecognized arguments: c"),
+        (("export", "a"), "Missing from tra export: FOLDER"),
+        (("demo", "--seed", "x"), "argument --seed: invalid int value: 'x'"),
+        (("suite", "walk"), "invalid choice 'walk'"),
+    ],
+)
+def test_what_does_not_parse_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        parse(arguments)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+METRICS = {"loss": 3.2107, "accuracy": 0.31, "exact": 0.0, "tokens_per_second": 12_345}
+HEADS = {"kept": [[0.5, 0.7]] * 4, "null": [[0.0, 0.1]] * 4}
+
+
+def test_metrics_in_words() -> None:
+    assert metric_parts(METRICS) == ["loss 3.2107", "accuracy 0.310", "exact 0.000", "12k tokens/s"]
+    assert metric_parts(METRICS, is_text=True)[2] == "perplexity 24.8"
+    assert metric_parts(METRICS | {"loss": 800.0}, is_text=True)[2] == "perplexity inf"
+    kept = "kept per layer 0.60 0.60 0.60 0.60, null 0.05 0.05 0.05 0.05"
+    assert metric_parts(METRICS | HEADS)[4] == kept
+
+
+@pytest.mark.parametrize(
+    ("width", "metrics"),
+    [
+        (70, "loss 3.2107"),
+        (80, "loss 3.2107 accuracy 0.310"),
+        (110, "loss 3.2107 accuracy 0.310 exact 0.000 12k tokens/s"),
+        (200, "loss 3.2107 accuracy 0.310 exact 0.000 12k tokens/s kept per layer 0.60"),
+    ],
+)
+def test_a_narrow_terminal_shows_step_count_and_time_left(
+    width: int, metrics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        "tra.cli.display.Console", lambda **_: Console(file=screen, width=width, force_terminal=True, color_system=None)
+    )
+    with TrainingDisplay("runs/flipflop-tra") as display:
+        for step in (8_000, 8_001):
+            display(Progress(step, 20_000, METRICS | HEADS))
+    shown = next(line for line in reversed(screen.getvalue().splitlines()) if "flipflop" in line)
+    assert metrics in shown
+    assert " 8001/20000 " in shown
+    assert re.search(r"-:--:--|\d:\d\d:\d\d", shown)
+    assert "…" not in shown
 
 
 @pytest.mark.parametrize(
@@ -100,7 +234,7 @@ def test_help(verb: tuple[str, ...]) -> None:
             (("evaluate", "flipflop-tra", "--windows", "8"), "are for language models; this run learnt flipflop"),
             (("report", "none"), "has no config.json"),
             (("demo", "--out", "."), "tra is not a run folder, so it is not overwritten"),
-            (("train", "--prest", "demo"), "Unrecognized options: --prest, demo: did you mean --preset?"),
+            (("train", "--prest", "demo"), "Unrecognized options: --prest: did you mean --preset?"),
             (("bench", "ops"), "invalid choice 'ops'"),
             (("evaluate",), "Missing from tra evaluate"),
             (("evaluate", "flipflop-tra", "--rows", "exists", "--diagnose"), "either --rows or --diagnose"),

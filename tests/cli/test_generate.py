@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tra.cli.generate import Speech
+from tra.cli.continuation import TextStream
 from tra.cli.main import main
 from tra.presets import preset
 from tra.runs.folder import SHIPPED
@@ -134,13 +134,13 @@ def test_text_comes_as_it_is_said(command: Command, monkeypatch: pytest.MonkeyPa
 
 
 def test_characters_that_span_tokens_come_whole() -> None:
-    text, speech = "né 漢字 😀!", Speech()
-    pieces = [speech.add(bytes([byte])) for byte in text.encode()]
+    text, stream = "né 漢字 😀!", TextStream()
+    pieces = [stream.add(bytes([byte])) for byte in text.encode()]
     assert [piece for piece in pieces if piece] == list(text)
-    assert speech.finish() == ""
-    assert speech.add("字".encode()[:2]) + speech.finish() == ""  # half a character at the end is left out
-    assert speech.text == text
-    assert Speech().add(b"a\xffb") == "a�b"  # no text at all: bytes that can't become any
+    assert stream.finish() == ""
+    assert stream.add("字".encode()[:2]) + stream.finish() == ""  # half a character at the end is left out
+    assert stream.text == text
+    assert TextStream().add(b"a\xffb") == "a�b"  # no text at all: bytes that can't become any
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
@@ -153,14 +153,14 @@ def test_a_stop_text_is_never_shown(size: int) -> None:
         ("héé漢", ["é漢"], "hé"),
         ("ends in a", ["ab"], "ends in a"),
     ):
-        speech, shown, data = Speech(stops), "", text.encode()
+        stream, shown, data = TextStream(stops), "", text.encode()
         for start in range(0, len(data), size):
-            shown += speech.add(data[start : start + size])
+            shown += stream.add(data[start : start + size])
             assert expected.startswith(shown)
-            if speech.ended:
+            if stream.ended:
                 break
-        shown += speech.finish()
-        assert shown == speech.text == expected
+        shown += stream.finish()
+        assert shown == stream.text == expected
 
 
 @pytest.mark.parametrize(

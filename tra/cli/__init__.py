@@ -1,1 +1,1 @@
-"""The command. One file a verb; nothing else parses arguments."""
+"""The command `tra`: one file a verb. Nothing else parses arguments."""

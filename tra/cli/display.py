@@ -2,31 +2,67 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from tra.evaluation.diagnosis import Diagnosis
-from tra.evaluation.exact_match import SplitResult
-from tra.evaluation.perplexity import WindowResult
 from tra.runs.rows import exact_text, length_text, mean_over_heads
-from tra.training.trainer import Progress as TrainingProgress
+
+if TYPE_CHECKING:  # these import torch, which `tra prepare` doesn't need
+    from tra.evaluation.diagnosis import Diagnosis
+    from tra.evaluation.exact_match import SplitResult
+    from tra.evaluation.perplexity import WindowResult
+    from tra.training.trainer import Progress as TrainingProgress
+
+MAX_SHOWN_LOSS = 100.0
+"""From here on the perplexity is shown as infinite; `math.exp` overflows at 710."""
+
+DIAGNOSIS_COLUMNS = {
+    "negative_mass": "negative",
+    "reversed": "reversed",
+    "reversed_kept": "rev. kept",
+    "lifted": "lifted",
+    "kept": "kept",
+    "null": "null",
+    "log_forget": "gate",
+    "reach": "reach",
+    "walked": "walked",
+}
+DIAGNOSIS_CAPTION = (
+    "negative: mass on keys of negative content score; reversed: pairs of keys not in the order of content, of all and "
+    "of those kept; lifted: pairs in which a negative key stands above a positive one; kept, null: keys kept, queries "
+    "that keep none; reach: tokens that TRA looks back; walked: keys left to read after the early stop"
+)
 
 
 class _Display:
-    """A rich progress bar that is only there on a terminal."""
+    """A progress bar, shown on a terminal only."""
 
-    def __init__(self, *columns: Any, quiet: bool = False) -> None:
+    bar: Progress
+
+    def __init__(self, quiet: bool = False) -> None:
         self.console = Console(stderr=True)
         self.live = self.console.is_terminal and not quiet
-        self.bar = Progress(*columns, console=self.console, disable=not self.live)
 
-    def __enter__(self) -> Any:
+    def make_bar(self, *columns: ProgressColumn) -> Progress:
+        return Progress(*columns, console=self.console, disable=not self.live)
+
+    def __enter__(self) -> Self:
         self.bar.start()
         return self
 
@@ -37,101 +73,119 @@ class _Display:
 
 
 class TrainingDisplay(_Display):
-    """Loss, accuracy, tokens per second and time left; one line per log when not on a terminal."""
+    """Show step, metrics and time left; print a line for every log entry when not on a terminal.
 
-    def __init__(self, title: str) -> None:
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
+    Args:
+        is_text: The run learns text: its perplexity is shown, not exact match, which is 0 for whole windows.
+    """
+
+    def __init__(self, title: str, is_text: bool = False) -> None:
+        super().__init__()
+        self.title, self.is_text = title, is_text
+        self.begun = time.monotonic()
+        self.first_step: int | None = None
+        max_title = self.console.width // 3
+        self.short_title = title if len(title) <= max_title else "…" + title[1 - max_title :]
+        self.bar_width = 40 if self.console.width >= 120 else 10
+        self.bar = self.make_bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(self.bar_width),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeRemainingColumn(),
         )
-        self.title = title
         self.bar_id: Any = None
-        self.begun = time.monotonic()
-        self.from_step: int | None = None
 
     def __call__(self, progress: TrainingProgress) -> None:
         if progress.message:
-            self._say(progress.message)
+            self._print(progress.message)
             return
-        if self.from_step is None:
-            self.from_step = progress.step - 1
-            self.bar_id = self.bar.add_task(self.title, total=progress.steps, completed=self.from_step, numbers="")
+        if self.first_step is None:
+            self.first_step = progress.step - 1
+            self.bar_id = self.bar.add_task(
+                self.short_title, total=progress.steps, completed=self.first_step, metrics=""
+            )
         self.bar.update(self.bar_id, completed=progress.step)
         if progress.metrics is None:
             return
-        numbers = metrics_line(progress.metrics)
-        self.bar.update(self.bar_id, numbers=numbers)
-        if not self.live:
-            spent = time.monotonic() - self.begun
-            left = spent / (progress.step - self.from_step) * (progress.steps - progress.step)
-            print(f"{self.title} step {progress.step}/{progress.steps} {numbers} left {left:.0f}s", flush=True)
+        parts = metric_parts(progress.metrics, self.is_text)
+        if self.live:
+            self.bar.update(self.bar_id, metrics=self._fitting(parts, progress.steps))
+        else:
+            seconds = time.monotonic() - self.begun
+            left = seconds / (progress.step - self.first_step) * (progress.steps - progress.step)
+            line = f"{self.title} step {progress.step}/{progress.steps} {' '.join(parts)} left {left:.0f}s"
+            print(line, flush=True)
         if progress.metrics.get("dead_heads"):
             heads = ", ".join(progress.metrics["dead_heads"])
-            self._say(f"heads (layer.head) that keep no key at all: {heads}")
+            self._print(f"heads (layer.head) that keep no key at all: {heads}")
 
-    def _say(self, text: str) -> None:
+    def _fitting(self, parts: list[str], steps: int) -> str:
+        """Return the first parts, as many as leave room for step count and time left."""
+        others = len(self.short_title) + self.bar_width + len(f"{steps}/{steps}") + len("0:00:00") + 4
+        while len(parts) > 1 and len(" ".join(parts)) > self.console.width - others:
+            parts = parts[:-1]
+        return " ".join(parts)
+
+    def _print(self, text: str) -> None:
         self.console.print(f"{self.title}: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-class EvaluationDisplay(_Display):
-    """One bar for all splits."""
+class _BarPerName(_Display):
+    """A bar for every name that progress is reported of: a split, a window, a store."""
+
+    def __init__(self, doing: str, count: ProgressColumn, quiet: bool) -> None:
+        super().__init__(quiet)
+        self.bar = self.make_bar(TextColumn(doing + " {task.description}"), BarColumn(), count, TimeRemainingColumn())
+        self.bar_ids: dict[str, Any] = {}
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        if name not in self.bar_ids:
+            self.bar_ids[name] = self.bar.add_task(name, total=total or None)
+        self.bar.update(self.bar_ids[name], completed=done)
+
+
+class EvaluationDisplay(_BarPerName):
+    """Show a bar for every split or window: sequences or tokens that were read."""
 
     def __init__(self, doing: str = "evaluating", quiet: bool = False) -> None:
-        super().__init__(
-            TextColumn(doing + " {task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            quiet=quiet,
-        )
-        self.tasks: dict[str, Any] = {}
-
-    def __call__(self, split: str, done: int, total: int) -> None:
-        if split not in self.tasks:
-            self.tasks[split] = self.bar.add_task(split, total=total)
-        self.bar.update(self.tasks[split], completed=done)
+        super().__init__(doing, MofNCompleteColumn(), quiet)
 
 
-class PrepareDisplay(_Display):
-    """A bar per store: bytes of the sources that were read."""
+class PrepareDisplay(_BarPerName):
+    """Show a bar for every store: bytes of the sources that were read."""
 
     def __init__(self, quiet: bool = False) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-        super().__init__(*columns, quiet=quiet)
-        self.tasks: dict[str, Any] = {}
-
-    def __call__(self, store: str, done: int, total: int) -> None:
-        if store not in self.tasks:
-            self.tasks[store] = self.bar.add_task(f"preparing {store}", total=total or None)
-        self.bar.update(self.tasks[store], completed=done)
+        super().__init__("preparing", DownloadColumn(), quiet)
 
 
-def metrics_line(metrics: dict[str, Any]) -> str:
-    """`loss 0.0123 accuracy 0.998 exact 0.97 81k tokens/s kept per layer 0.31 0.28, null 0.02 0.01`"""
-    line = (
-        f"loss {metrics['loss']:.4f} accuracy {metrics['accuracy']:.3f} exact {metrics['exact']:.3f} "
-        f"{metrics['tokens_per_second'] / 1e3:.0f}k tokens/s"
-    )
+def metric_parts(metrics: dict[str, Any], is_text: bool = False) -> list[str]:
+    """Return what a log entry says, the most important first: loss, score, speed, what TRA keeps in every layer."""
+    loss = metrics["loss"]
+    perplexity = math.exp(loss) if loss < MAX_SHOWN_LOSS else math.inf
+    parts = [
+        f"loss {loss:.4f}",
+        f"accuracy {metrics['accuracy']:.3f}",
+        f"perplexity {perplexity:,.1f}" if is_text else f"exact {metrics['exact']:.3f}",
+        f"{metrics['tokens_per_second'] / 1e3:.0f}k tokens/s",
+    ]
     if "kept" in metrics:
         kept, null = (" ".join(f"{sum(heads) / len(heads):.2f}" for heads in metrics[key]) for key in ("kept", "null"))
-        line += f" kept per layer {kept}, null {null}"
-    return line
+        parts.append(f"kept per layer {kept}, null {null}")
+    return parts
 
 
 def results_table(results: dict[str, list[SplitResult]]) -> Table:
-    """Exact match and interval, a row per split, a column per run."""
+    """Return exact match and intervals: a row for every split, a column for every run."""
     table = Table("split", "lengths", "sequences", *results, title="exact match (95 % interval)")
     for same_split in zip(*results.values(), strict=True):
-        first, *_ = rows = [asdict(result) for result in same_split]
-        table.add_row(first["split"], length_text(first), f"{first['examples']:,}", *map(exact_text, rows))
+        rows = [asdict(result) for result in same_split]
+        table.add_row(rows[0]["split"], length_text(rows[0]), f"{rows[0]['examples']:,}", *map(exact_text, rows))
     return table
 
 
 def perplexity_table(results: list[WindowResult]) -> Table:
-    """A row per text and window."""
+    """Return perplexity: a row for every text and window."""
     table = Table(
         "text", "window", "overlap", "perplexity (95 %)", "a word", "a byte", "bits a byte", title="perplexity"
     )
@@ -148,29 +202,20 @@ def perplexity_table(results: list[WindowResult]) -> Table:
 
 
 def diagnosis_table(rows: list[Diagnosis]) -> Table:
-    """Means over layers and heads, a row per split; a measure that the mechanism doesn't have is left out."""
-    columns = {
-        "negative_mass": "negative",
-        "reversed": "reversed",
-        "reversed_kept": "rev. kept",
-        "lifted": "lifted",
-        "kept": "kept",
-        "null": "null",
-        "log_forget": "gate",
-        "reach": "reach",
-        "walked": "walked",
-    }
-    shown = {name: title for name, title in columns.items() if mean_over_heads(getattr(rows[0], name)) is not None}
+    """Return means over layers and heads: a row for every split, a column for every measure of the mechanism."""
+    measured = [name for name in DIAGNOSIS_COLUMNS if mean_over_heads(getattr(rows[0], name)) is not None]
+    titles = [DIAGNOSIS_COLUMNS[name] for name in measured]
     table = Table(
         "split",
         "lengths",
-        *shown.values(),
+        *titles,
         title="attention, mean over layers and heads",
-        caption="negative: mass on keys of negative content score; reversed: pairs of keys not in the "
-        "order of content, of all and of those kept; "
-        "lifted: those of a negative above a positive key; walked: keys that the early stop leaves to read",
+        caption=DIAGNOSIS_CAPTION,
+        caption_justify="left",
+        box=SIMPLE_HEAD,  # narrow: all columns stay readable on 80 columns
+        padding=0,
     )
     for row in rows:
-        values = [mean_over_heads(getattr(row, name)) for name in shown]
+        values = [mean_over_heads(getattr(row, name)) for name in measured]
         table.add_row(row.split, length_text(asdict(row)), *("-" if v is None else f"{v:.3g}" for v in values))
     return table

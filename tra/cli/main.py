@@ -1,104 +1,102 @@
-"""The command: nothing else parses arguments. What its verbs do is in verbs/."""
+"""Entry point of `tra`: find the verb, parse its arguments, run it, and answer expected errors in one line."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NoReturn
 
-import tyro
+from tra import __version__, unknown_name
+from tra.cli.options import Parser
 
-import tra
-from tra import unknown_name
-from tra.cli.bench import bench
-from tra.cli.evaluate import evaluate
-from tra.cli.export import export
-from tra.cli.generate import generate
-from tra.cli.look import attend, report
-from tra.cli.prepare import prepare
-from tra.cli.suite import suite
-from tra.cli.train import demo, train
-from tra.text.prepare import NoSpaceError, WorkerError
-from tra.training import trainer as training
-from tra.training.distributed import RankLostError
-
-VERBS: dict[str, Callable[..., int]] = {
-    "demo": demo,
-    "train": train,
-    "evaluate": evaluate,
-    "generate": generate,
-    "attend": attend,
-    "prepare": prepare,
-    "report": report,
-    "bench": bench,
-    "suite": suite,
-    "export": export,
+VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("tra.cli.demo", "compare TRA with two rivals on a small task, in minutes on a laptop"),
+    "train": ("tra.cli.train", "train one model, from a preset or a config file"),
+    "evaluate": ("tra.cli.evaluate", "measure a trained run: exact match by length, or perplexity"),
+    "generate": ("tra.cli.generate", "let a trained run continue a prompt"),
+    "attend": ("tra.cli.attend", "draw what runs attend to on one sequence"),
+    "prepare": ("tra.cli.prepare", "turn text into tokens for training and evaluation"),
+    "suite": ("tra.cli.suite", "train and measure a grid of runs, and make its tables"),
+    "report": ("tra.cli.report", "make tables, figures or one HTML page of evaluated runs"),
+    "bench": ("tra.cli.bench", "measure speed and memory on this machine"),
+    "export": ("tra.cli.export", "save a trained run as a folder that transformers loads"),
 }
+"""Name -> module with DESCRIPTION, `add_arguments(parser)` and `run(options)`, and one line of help.
+
+A verb's module is imported only when its verb is named, and imports torch only when it runs.
+"""
+
+HELP = """usage: tra VERB ...
+       tra VERB --help
+
+Threshold Relative Attention: decoders trained on short sequences that keep
+working on long ones.
+
+verbs:
+{verbs}
+
+options:
+  -h, --help  show this text; after a verb, show its options
+  --version   show the version
+
+first steps:
+  tra demo                              see TRA and its rivals on long sequences
+  tra train --preset flipflop-quick     train a model of your own
+  tra evaluate runs/flipflop-quick-tra  measure it"""
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """The call that a command line asks for. What doesn't parse is a ValueError of one line."""
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
-        raise ValueError(unknown_name("verb", arguments[0], VERBS))
-    deferred: dict[str, Callable[..., Callable[[], int]]] = {}
-    for name, verb in VERBS.items():
-
-        @functools.wraps(verb)
-        def later(*args: Any, _verb: Callable[..., int] = verb, **options: Any) -> Callable[[], int]:
-            return functools.partial(_verb, *args, **options)
-
-        deferred[name] = later
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.extras.subcommand_cli_from_dict(
-                deferred,
-                prog="tra",
-                description="Threshold Relative Attention: train, evaluate and measure.",
-                args=list(arguments),
-                sort_subcommands=False,
-            )
-    except SystemExit as stop:
-        if not stop.code:  # --help has been shown
-            raise
-        raise ValueError(_in_one_line(said.getvalue())) from None
-
-
-def _in_one_line(box: str) -> str:
-    """What a boxed message of the parser says first, and the option it thinks was meant."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    ends = [index for index, line in enumerate(lines) if line.startswith("───")]
-    message = " ".join(lines[: ends[0]] if ends else lines)
-    if "Perhaps you meant" in box:
-        meant = next((line.split()[0] for line in lines if line.startswith("--")), None)
-        message += f": did you mean {meant}?" if meant else ""
-    return message
+    """Return the call that a command line asks for. What doesn't parse is a ValueError of one line."""
+    if not arguments:
+        raise ValueError(f"name a verb: {', '.join(VERBS)} (tra --help)")
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(HELP.format(verbs="\n".join(f"  {verb:<9} {line}" for verb, (_, line) in VERBS.items())))
+        raise SystemExit(0)
+    if name == "--version":
+        print(__version__)
+        raise SystemExit(0)
+    if name not in VERBS:
+        raise ValueError(unknown_name("option" if name.startswith("-") else "verb", name, VERBS))
+    verb = importlib.import_module(VERBS[name][0])
+    parser = Parser(f"tra {name}", verb.DESCRIPTION)
+    verb.add_arguments(parser)
+    return functools.partial(verb.run, parser.parse(rest))
 
 
 def main() -> None:
-    """Entry point of `tra` and of `python -m tra`."""
-    if sys.argv[1:] == ["--version"]:
-        print(tra.__version__)
-        return
+    """Run `tra` or `python -m tra`."""
     try:
         status = parse(sys.argv[1:])()
     except ValueError as error:
-        print(f"tra: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except (training.DiskFullError, NoSpaceError, WorkerError) as error:
-        print(f"tra: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except RankLostError as error:
-        print(f"tra: {error}; go on with --resume", file=sys.stderr)
-        raise SystemExit(1) from None
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+        _stop(str(error), 2)
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except KeyboardInterrupt:
-        print("tra: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        _stop("interrupted", 130)
+    except Exception as error:
+        line = _explain(error)
+        if line is None:
+            raise
+        _stop(line, 1)
     raise SystemExit(status)
+
+
+def _explain(error: Exception) -> str | None:
+    """Return one line about a failure of the machine; None if the error is a bug."""
+    from tra.text.prepare import NoSpaceError, WorkerError
+    from tra.training.distributed import RankLostError
+    from tra.training.trainer import DiskFullError
+
+    if isinstance(error, RankLostError):
+        return f"{error}; go on with --resume"
+    return str(error) if isinstance(error, DiskFullError | NoSpaceError | WorkerError) else None
+
+
+def _stop(line: str, status: int) -> NoReturn:
+    print(f"tra: {line}", file=sys.stderr)
+    raise SystemExit(status) from None

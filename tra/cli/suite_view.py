@@ -1,4 +1,4 @@
-"""A suite at work, on one screen: counts, running cells, time left, and the table as it fills. Lines elsewhere."""
+"""What `tra suite run` shows: one screen with counts, running cells, time left and tables; lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tra.suite.local import Report
 from tra.suite.table import Entry, table
 
 REFRESH_SECONDS = 1.0
-MOST_ROWS, MOST_COLUMNS = 20, 6
-"""Of the table on the screen; `tra suite table` has all of it."""
+MAX_TABLE_ROWS, MAX_TABLE_COLUMNS = 20, 6
+"""Of a table on the screen; `tra suite table` prints all of it."""
 
 
 class SuiteView:
-    """What `run_suite` tells, shown."""
+    """Show the reports of `run_suite`."""
 
     def __init__(self, suite: Suite, cells: Sequence[Cell], out: Path, jobs: int, budget: float | None = None) -> None:
         self.suite, self.out, self.jobs = suite, out, jobs
@@ -34,7 +34,7 @@ class SuiteView:
         self.deadline = None if budget is None else self.begun + budget
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        self.shown_at = 0.0
+        self.refreshed_at = 0.0
         self.entries: list[Entry] = []
 
     def __enter__(self) -> SuiteView:
@@ -56,36 +56,46 @@ class SuiteView:
         if self.live:
             self.tick(now=True)
         elif report.status != "started":
-            took = f" in {report.seconds:.0f}s" if report.seconds else ""
-            why = f": {report.last_lines.splitlines()[-1]}" if report.last_lines else ""
-            print(f"{report.name}: {report.status}{took}{why} ({self.count('done', 'skipped')} of {len(self.cells)})")
+            seconds = f" in {report.seconds:.0f}s" if report.seconds else ""
+            reason = f": {report.last_lines.splitlines()[-1]}" if report.last_lines else ""
+            done = f"{self.count('done', 'skipped')} of {len(self.cells)}"
+            print(f"{report.name}: {report.status}{seconds}{reason} ({done})")
 
     def tick(self, now: bool = False) -> None:
-        """Show how running cells come along, once a second."""
-        if self.live and (now or time.monotonic() - self.shown_at > REFRESH_SECONDS):
-            self.shown_at = time.monotonic()
+        """Refresh the screen, at most once a second unless `now`."""
+        if self.live and (now or time.monotonic() - self.refreshed_at > REFRESH_SECONDS):
+            self.refreshed_at = time.monotonic()
             self.live.update(self.screen(), refresh=True)
 
     def count(self, *statuses: str) -> int:
         return sum(report.status in statuses for report in self.reports.values())
 
     def seconds_left(self) -> float | None:
-        """From the cells that this call has brought to their end."""
-        took = [report.seconds for report in self.reports.values() if report.status == "done"]
-        if not took:
+        """Return an estimate from the cells that this call has finished; None before the first."""
+        seconds = [report.seconds for report in self.reports.values() if report.status == "done"]
+        if not seconds:
             return None
         open_cells = len(self.cells) - self.count("done", "skipped", "failed", "cut off")
-        return sum(took) / len(took) * open_cells / self.jobs
+        return sum(seconds) / len(seconds) * open_cells / self.jobs
 
     def screen(self) -> Group:
-        left = self.seconds_left()
-        words = [
+        failed = [Text(f"{r.name} failed: {r.last_lines}") for r in self.reports.values() if r.status == "failed"]
+        return Group(self._summary(), self._running(), *failed, *self._tables())
+
+    def _summary(self) -> Text:
+        parts = [
             f"{self.count('done', 'skipped')} of {len(self.cells)} done",
             f"{self.count('started')} running",
             f"{self.count('failed')} failed",
-            "" if left is None else f"about {_duration(left)} left",
-            "" if self.deadline is None else f"budget {_duration(max(0.0, self.deadline - time.monotonic()))}",
         ]
+        left = self.seconds_left()
+        if left is not None:
+            parts.append(f"about {_duration(left)} left")
+        if self.deadline is not None:
+            parts.append(f"budget {_duration(max(0.0, self.deadline - time.monotonic()))}")
+        return Text(", ".join(parts))
+
+    def _running(self) -> Table:
         running = Table("running", "step", "loss", box=None)
         for report in self.reports.values():
             if report.status == "started":
@@ -93,27 +103,24 @@ class SuiteView:
                 rows = read_rows(RunFolder(self.out / cell.folder).metrics_file)
                 step, loss = (f"{rows[-1]['step']:,}", f"{rows[-1]['loss']:.4f}") if rows else ("-", "-")
                 running.add_row(report.name, f"{step} of {cell.config.train.steps:,}", loss)
-        failed = [Text(f"{r.name} failed: {r.last_lines}") for r in self.reports.values() if r.status == "failed"]
-        return Group(Text(", ".join(word for word in words if word)), running, *failed, *self._tables())
+        return running
 
     def _tables(self) -> list[Table]:
-        found = []
+        tables = []
         for part in self.suite:
-            mine = [entry for entry in self.entries if entry.part == part]
-            if mine:
-                columns = list(dict.fromkeys(entry.column for entry in mine))[:MOST_COLUMNS]
+            means = {(entry.row, entry.column): entry.mean for entry in self.entries if entry.part == part}
+            if means:
+                columns = list(dict.fromkeys(column for _, column in means))[:MAX_TABLE_COLUMNS]
                 shown = Table(part, *columns, box=None)
-                for row in list(dict.fromkeys(entry.row for entry in mine))[:MOST_ROWS]:
-                    by_column = {entry.column: entry for entry in mine if entry.row == row}
-                    shown.add_row(row, *(f"{by_column[c].mean:.4g}" if c in by_column else "" for c in columns))
-                found.append(shown)
-        return found
+                for row in list(dict.fromkeys(row for row, _ in means))[:MAX_TABLE_ROWS]:
+                    shown.add_row(row, *(f"{means[row, c]:.4g}" if (row, c) in means else "" for c in columns))
+                tables.append(shown)
+        return tables
 
     def _is_done(self, folder: Path) -> bool:
-        """As told, without looking again."""
-        names = {cell.folder: name for name, cell in self.cells.items()}
-        report = self.reports.get(names.get(folder.name, ""))
-        return report is not None and report.status in ("done", "skipped")
+        """Answer from the reports, without reading the folder again."""
+        reports = [self.reports.get(name) for name, cell in self.cells.items() if cell.folder == folder.name]
+        return any(report is not None and report.status in ("done", "skipped") for report in reports)
 
 
 def _duration(seconds: float) -> str:

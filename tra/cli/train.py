@@ -1,88 +1,118 @@
-"""`tra train`, `tra demo`."""
+"""`tra train`: train one run."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import tyro
+from tra.cli.options import add_device, parse_duration
 
-from tra import presets
-from tra.cli.display import (
-    TrainingDisplay,
-)
-from tra.cli.options import parse_duration
-from tra.config import RunConfig
-from tra.presets import PRESETS
-from tra.training import trainer as training
-from tra.training.distributed import is_first
+if TYPE_CHECKING:
+    from tra.config import RunConfig
+
+DESCRIPTION = """Train one run: a config becomes a folder with weights, metrics and checkpoints.
+A run that was interrupted or killed goes on with --resume, as if nothing had
+happened.
+
+  tra train --preset flipflop-quick
+  tra train --preset flipflop-quick model.mechanism=rope train.steps=500
+  tra train --resume --out runs/flipflop-quick-tra
+
+presets (-quick is a smaller, faster version):
+  demo                      flip-flop on 64 symbols, a minute on a CPU
+  flipflop, flipflop-quick  remember a bit through noise, as in the paper
+  copy, copy-small, copy-exact, copy-quick
+                            repeat the input
+  induct, induct-small, induct-exact, induct-quick
+                            find what followed a symbol
+  instruct, instruct-quick  seven operations on a list
+  mqar, mqar-quick          multi-query associative recall
+  wikitext, wikitext-quick  language model; needs tra prepare
+  text-demo                 language model of a text that comes with tra
+
+Several processes, each with its part of every batch:
+  torchrun --nproc-per-node 2 -m tra train --preset flipflop"""
+
+EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 
 
-def train(
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SECTION.KEY=VALUE ...")] = (),
-    /,
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=f"A run by name: {', '.join(PRESETS)}.")] = None,
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    time_limit: Annotated[str | None, tyro.conf.arg(metavar="9m")] = None,
-    device: Annotated[str | None, tyro.conf.arg(metavar="DEVICE")] = None,
-) -> int:
-    """Train one run. A run is a folder; a killed one goes on with --resume as if nothing had happened.
-
-    Over several processes: torchrun --nproc-per-node 2 -m tra train …; each takes its part of every batch.
-
-    Args:
-        overrides: Changes to the config, as in train.steps=500 model.mechanism=rope; config.json of a run has all keys.
-        config: A config.json, instead of a preset.
-        out: The run's folder; runs/<preset>-<mechanism> by default.
-        resume: Go on with the run in the folder, or start it if there is none.
-        overwrite: Throw away the run that is in the folder.
-        time_limit: Checkpoint and stop in time, as in 9m, 90s or 1h30m.
-        device: cpu or cuda; a GPU by default if there is one.
-    """
-    limit = None if time_limit is None else parse_duration(time_limit)
-    if preset is not None and config is not None:
-        raise ValueError("give either --preset or --config")
-    run_config = (
-        presets.preset(preset) if preset is not None else RunConfig.load(config) if config is not None else None
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="changes to the config, such as train.steps=500 model.mechanism=rope; config.json of a run has all keys",
     )
-    if run_config is None and not (resume and out is not None):
-        raise ValueError(f"say what to train: --preset {' | '.join(PRESETS)}, --config FILE, or --resume --out FOLDER")
-    if overrides:
-        if run_config is None:
-            raise ValueError("overrides need a --preset or --config to apply to")
-        run_config = run_config.override(overrides)
-    if out is None:
-        assert run_config is not None
-        out = Path("runs") / f"{preset or run_config.task.name}-{run_config.model.mechanism}"
-    with TrainingDisplay(str(out)) as display:
-        result = training.train(
-            run_config,
-            out,
-            resume=resume,
-            overwrite=overwrite,
-            time_limit=limit,
-            device=training.pick_device(device),
+    parser.add_argument("--preset", metavar="NAME", help="the config of a preset, see above")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json, instead of a preset")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="the run's folder (default: runs/<preset>-<mechanism>)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in the folder, or start it if there is none"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="delete the run in the folder and start anew")
+    parser.add_argument(
+        "--time-limit", metavar="9m", help="save a checkpoint and stop within this time: 90s, 9m or 1h30m"
+    )
+    add_device(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    time_limit = None if options.time_limit is None else parse_duration(options.time_limit)
+    from tra.cli.display import TrainingDisplay
+    from tra.training.distributed import is_first
+    from tra.training.trainer import pick_device, train
+
+    config = _config(options)
+    folder = options.out
+    if folder is None:
+        assert config is not None
+        folder = Path("runs") / f"{options.preset or config.task.name}-{config.model.mechanism}"
+    with TrainingDisplay(str(folder), is_text=_is_text(config, folder)) as display:
+        result = train(
+            config,
+            folder,
+            resume=options.resume,
+            overwrite=options.overwrite,
+            time_limit=time_limit,
+            device=pick_device(options.device),
             progress=display,
         )
     if not is_first():
         return 0
     if result.done:
-        print(f"done after {result.step:,} steps: {out} (next: tra evaluate {out})")
+        print(f"done after {result.step:,} steps: {folder} (next: tra evaluate {folder})")
         return 0
-    print(f"stopped at step {result.step:,} ({result.reason}); go on with: tra train --resume --out {out}")
-    return {"SIGINT": 130, "SIGTERM": 143}.get(result.reason, 0)
+    print(f"stopped at step {result.step:,} ({result.reason}); go on with: tra train --resume --out {folder}")
+    return EXIT_STATUS.get(result.reason, 0)
 
 
-def demo(out: Path = Path("demo"), seed: int = 0) -> int:
-    """Train TRA, RoPE and FoT on a small task, and see who survives length. Takes minutes on a laptop.
+def _config(options: argparse.Namespace) -> RunConfig | None:
+    """Return the config that is asked for; None if it is the one in the folder to resume."""
+    from tra.config import RunConfig
+    from tra.presets import PRESETS, preset
 
-    Args:
-        out: Where runs and figure go. An earlier demo's are replaced, nothing else is touched.
-        seed: Of initialisation and data.
-    """
-    from tra.cli.demo_run import run_demo
+    if options.preset is not None and options.config is not None:
+        raise ValueError("give either --preset or --config")
+    if options.preset is not None:
+        return preset(options.preset).override(options.changes)
+    if options.config is not None:
+        return RunConfig.load(options.config).override(options.changes)
+    if options.resume and options.out is not None:
+        if options.changes:
+            raise ValueError("changes to the config need a --preset or --config to apply to")
+        return None
+    raise ValueError(f"say what to train: --preset {' | '.join(PRESETS)}, --config FILE, or --resume --out FOLDER")
 
-    return run_demo(out, seed)
+
+def _is_text(config: RunConfig | None, folder: Path) -> bool:
+    from tra.runs.folder import RunFolder
+    from tra.text.task import Text
+
+    run = RunFolder(folder)
+    if config is None and run.config_file.is_file():
+        config = run.config()
+    return config is not None and config.task.name == Text.name

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from tra.attention import MECHANISMS
-from tra.config import _fit
+from tra.config import convert_json
 from tra.model import DecoderConfig
 
 FORMAT = 1
@@ -85,7 +85,7 @@ class TRAConfig(PreTrainedConfig):
         hints = typing.get_type_hints(DecoderConfig)
         their = {field.name: THEIR_NAMES.get(field.name, field.name) for field in dataclasses.fields(DecoderConfig)}
         return DecoderConfig(
-            **{name: _fit(getattr(self, theirs), hints[name], theirs) for name, theirs in their.items()}
+            **{name: convert_json(getattr(self, theirs), hints[name], theirs) for name, theirs in their.items()}
         )
 
     @classmethod
