@@ -19,7 +19,7 @@ from tra.text import VOCABULARIES, Tokenizer, load_tokenizer, shipped_text
 from tra.text.store import Encoded, StoreWriter
 from tra.text.task import HELD_OUT, Stream, Text
 from tra.text.windows import windows_per_epoch
-from tra.training.trainer import train
+from tra.training import train
 
 CPU = torch.device("cpu")
 WINDOW = 8

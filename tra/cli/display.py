@@ -15,7 +15,7 @@ from tra.evaluation.diagnosis import Diagnosis
 from tra.evaluation.exact_match import SplitResult
 from tra.evaluation.perplexity import WindowResult
 from tra.runs.rows import exact_text, length_text, mean_over_heads
-from tra.training.trainer import Progress as TrainingProgress
+from tra.training import Progress as TrainingProgress
 
 
 class _Display:

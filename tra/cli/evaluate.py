@@ -11,6 +11,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from tra import training
 from tra.attention import MECHANISMS
 from tra.cli.display import (
     EvaluationDisplay,
@@ -26,7 +27,6 @@ from tra.model import Decoder
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.text import TokenStore
 from tra.text.task import Stream, Text
-from tra.training import trainer as training
 
 
 def evaluate(

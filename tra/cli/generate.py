@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import tyro
 
-from tra import unknown_name
+from tra import training, unknown_name
 from tra.attention import MECHANISMS
 from tra.cli.options import Json
 from tra.evaluation import exact_match as evaluation
@@ -22,7 +22,6 @@ from tra.tasks import FlipFlop, Task
 from tra.tasks import generator as stream_of
 from tra.text import load_tokenizer
 from tra.text.task import Stream, Text
-from tra.training import trainer as training
 
 TEXT_TOKENS, ANSWER_TOKENS = 128, 512
 """New tokens by default: of a language model, and of a task's answer up to its <eos>."""

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import tyro
 
+from tra import training
 from tra.evaluation import exact_match as evaluation
 from tra.evaluation.attention_maps import WINDOW, task_sequence, text_sequence
 from tra.evaluation.attention_maps import attend as attend_to
 from tra.runs.folder import SHIPPED, RunFolder, write_arrays
 from tra.text.task import Text
-from tra.training import trainer as training
 
 
 def attend(

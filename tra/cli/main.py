@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 
 import tra
-from tra import unknown_name
+from tra import training, unknown_name
 from tra.cli.bench import bench
 from tra.cli.evaluate import evaluate
 from tra.cli.export import export
@@ -23,7 +23,6 @@ from tra.cli.prepare import prepare
 from tra.cli.suite import suite
 from tra.cli.train import demo, train
 from tra.text.prepare import NoSpaceError, WorkerError
-from tra.training import trainer as training
 from tra.training.distributed import RankLostError
 
 VERBS: dict[str, Callable[..., int]] = {

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
 
+from tra import training
 from tra.cli.options import parse_duration
 from tra.suite.grid import Cell, Suite
-from tra.training import trainer as training
 
 
 def suite(

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from tra import presets
+from tra import presets, training
 from tra.cli.display import (
     TrainingDisplay,
 )
 from tra.cli.options import parse_duration
 from tra.config import RunConfig
 from tra.presets import PRESETS
-from tra.training import trainer as training
 from tra.training.distributed import is_first
 
 

@@ -21,7 +21,7 @@ from tra.model import Decoder
 from tra.runs.folder import RunFolder
 from tra.suite.state import is_done, missing
 from tra.text.task import Text
-from tra.training.trainer import Progress, pick_device, train
+from tra.training import Progress, pick_device, train
 
 __all__ = ["CUT_OFF", "is_done", "run_cell"]
 

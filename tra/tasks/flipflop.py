@@ -59,7 +59,7 @@ class FlipFlop(Task):
         index = torch.arange(shape[1], device=device)
         last_write = torch.where(instruction == WRITE, index, 0).cummax(1).values
         bit = torch.where(instruction == READ, bit.gather(1, last_write), bit)
-        return from_tokens(torch.stack([instruction, bit + ZERO], dim=-1).flatten(1))
+        return batch_of(torch.stack([instruction, bit + ZERO], dim=-1).flatten(1))
 
     def render(self, tokens: Tensor) -> str:
         """Without spaces, as the hub's rows are written: `w1i0r1`."""
@@ -98,6 +98,6 @@ class FlipFlop(Task):
         return torch.stack(rows)
 
 
-def from_tokens(tokens: Tensor) -> Batch:
+def batch_of(tokens: Tensor) -> Batch:
     """`[B, T]` whole sequences -> a batch that scores the bit after each read."""
     return shifted(tokens, tokens == READ)
