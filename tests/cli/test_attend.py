@@ -22,7 +22,7 @@ from tra.runs.attention_file import read_attend, weights_of
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.tasks import Copy, FlipFlop
 from tra.text import load_tokenizer
-from tra.text.store import Encoded, StoreWriter
+from tra.text.store import StoreWriter, TokenPart
 from tra.training import train
 
 Command = Callable[..., tuple[int, str]]
@@ -190,7 +190,7 @@ def test_a_language_model(command: Command, runs: Path, tmp_path: Path) -> None:
     assert (found.marked.tolist(), found.mechanism) == ([], "tra")
 
     with StoreWriter(tmp_path / "store", load_tokenizer("bytes")) as writer:
-        writer.add(Encoded(True, np.frombuffer(b"0123456789" * 30, np.uint8), 300, 1))
+        writer.add(TokenPart(True, np.frombuffer(b"0123456789" * 30, np.uint8), 300, 1))
         writer.seal([])
     window = ("--start", 11, "--window", 5, "--out", "x.png")
     assert command("attend", runs / "text-tra", runs / "text-rope", "--text", "store", *window)[0] == 0

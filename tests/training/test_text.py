@@ -24,7 +24,7 @@ from tra.runs.folder import RunFolder
 from tra.runs.rows import read_rows
 from tra.tasks import Batch
 from tra.text import load_tokenizer
-from tra.text.store import Encoded, StoreWriter
+from tra.text.store import StoreWriter, TokenPart
 from tra.text.task import Text
 from tra.text.windows import windows_per_epoch
 from tra.training import Progress, train
@@ -56,7 +56,7 @@ def test_it_learns(tmp_path: Path) -> None:
 def test_stopping_and_resuming_over_epochs_changes_nothing(tmp_path: Path) -> None:
     """Data of 62 windows, so that a run of 40 steps sees it five times, and two draws."""
     with StoreWriter(tmp_path / "store", load_tokenizer("bytes")) as writer:
-        writer.add(Encoded(True, np.random.default_rng(0).integers(0, 256, 1010), 1010, 1))
+        writer.add(TokenPart(True, np.random.default_rng(0).integers(0, 256, 1010), 1010, 1))
         writer.seal([])
     assert windows_per_epoch(1011, 16) == 62
     data = (f"task.arguments.data={tmp_path / 'store'}", "task.arguments.window=16", "train.batch_size=8")

