@@ -17,7 +17,6 @@ from tra.model import Decoder
 from tra.runs.attention_file import LEVELS, Attended
 from tra.runs.folder import RunFolder, write_arrays
 from tra.tasks import FlipFlop, Task
-from tra.tasks.flipflop import batch_of
 from tra.text import TokenStore, load_tokenizer
 from tra.text.task import Stream, Text, check_ids
 from tra.training.device import matmul_precision
@@ -78,7 +77,7 @@ def task_sequence(task: Task, split: str, seed: int = 0, text: str | None = None
     if text is not None:
         if not isinstance(task, FlipFlop):
             raise ValueError(f"a sequence can be written out for flipflop alone; this run learnt {task.name}")
-        batch, title = batch_of(task.parse(text)[None]), "as given"
+        batch, title = task.batch_of(task.parse(text)[None]), "as given"
     else:
         task.lengths(split)
         (batch,) = draw_test_set(task, split, 1, seed, 1, torch.device("cpu"))

@@ -19,7 +19,6 @@ from tra.config import EvalConfig
 from tra.model import Decoder
 from tra.runs.folder import RunFolder, put_row
 from tra.tasks import Batch, FlipFlop, Lengths, Task, generator
-from tra.tasks.flipflop import batch_of
 from tra.training.device import autocast, device_name, resolve_precision
 from tra.training.loss import score
 
@@ -158,7 +157,7 @@ def evaluate_rows(
     tokens = task.read_rows(path)
     rows = max(1, config.batch_tokens // tokens.shape[1])
     begun = time.monotonic()
-    batches = (batch_of(part.to(device)) for part in tokens.split(rows))
+    batches = (task.batch_of(part.to(device)) for part in tokens.split(rows))
     counts = evaluate_batches(model, batches, device, precision)
     lengths = Lengths(tokens.shape[1], tokens.shape[1])
     return _result(path.name, lengths, counts, 0, precision, device, begun)

@@ -123,7 +123,7 @@ class Text(Task):
         numbers = np.arange(draw * rows, (draw + 1) * rows)
         return self._rows(stream, training_windows(numbers, len(stream.tokens), self.window, seed), device)
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         stream = self.stream(split)
         ends = len(stream.tokens) - self.window
         starts = torch.randint(ends, (batch_size,), generator=generator, device=generator.device)
