@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ WINDOWS_OF_TEXT, BLOCKS, BLOCK = 8, 4, 64
 """Windows spread over a text, blocks measured in each, and neighbouring queries in a block, as many as kernels take."""
 
 ORDER_MEASURES = ("reversed", "reversed_kept", "lifted")
+MEASURES = ("negative_mass", *ORDER_MEASURES, "kept", "null", "log_forget", "reach", "walked")
 
 PerHead = list[list[float | None]]
 
@@ -175,24 +176,18 @@ def _measure(
     found = sums.ratios()
     if not MECHANISMS[model.config.mechanism].orders_by_content:
         found = {name: values for name, values in found.items() if name not in ORDER_MEASURES}
+    measures: dict[str, Any] = {name: found.get(name) for name in MEASURES}
+    seconds = round(time.monotonic() - begun, 2)
     return Diagnosis(
-        split=split,
-        shortest=lengths.shortest,
-        longest=lengths.longest,
-        sequences=sequences,
-        queries=queries,
-        negative_mass=found["negative_mass"],
-        reversed=found.get("reversed"),
-        reversed_kept=found.get("reversed_kept"),
-        lifted=found.get("lifted"),
-        kept=found.get("kept"),
-        null=found.get("null"),
-        log_forget=found.get("log_forget"),
-        reach=found.get("reach"),
+        split,
+        lengths.shortest,
+        lengths.longest,
+        sequences,
+        queries,
         seed=seed,
         device=device_name(device),
-        seconds=round(time.monotonic() - begun, 2),
-        walked=found.get("walked"),
+        seconds=seconds,
+        **measures,
     )
 
 

@@ -171,13 +171,7 @@ def evaluate_run(run: RunFolder, results: Iterator[SplitResult]) -> Iterator[Spl
 
 
 def _result(
-    split: str,
-    lengths: Lengths,
-    counts: Counts,
-    seed: int,
-    precision: str,
-    device: torch.device,
-    begun: float,
+    split: str, lengths: Lengths, counts: Counts, seed: int, precision: str, device: torch.device, begun: float
 ) -> SplitResult:
     low, high = wilson(counts.exact, counts.sequences)
     return SplitResult(

@@ -217,13 +217,7 @@ def interval(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> tu
 
 
 def _result(
-    stream: Stream,
-    window: int,
-    overlap: Overlap,
-    losses: Losses,
-    precision: str,
-    device: torch.device,
-    begun: float,
+    stream: Stream, window: int, overlap: Overlap, losses: Losses, precision: str, device: torch.device, begun: float
 ) -> WindowResult:
     scored = ~np.isnan(losses)
     indices = np.flatnonzero(scored)

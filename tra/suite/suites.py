@@ -79,12 +79,7 @@ def language_rates() -> Suite:
     the authors' block.
     """
     data = ["task.arguments.data=data/enwiki2015", "train.steps=1500", "train.seed=100", "evaluate.windows=[128]"]
-    rates = {
-        "tra": SEARCHED_RATES,
-        "rope-norm": SEARCHED_RATES,
-        "forgetting-norm": SEARCHED_RATES,
-        "cope": (2.5e-4, *SEARCHED_RATES),
-    }
+    rates = dict.fromkeys(("tra", "rope-norm", "forgetting-norm"), SEARCHED_RATES) | {"cope": (2.5e-4, *SEARCHED_RATES)}
     cells = []
     for name, changes in LANGUAGE_VARIANTS.items():
         for rate in rates.get(name, (1e-3,)):

@@ -9,7 +9,6 @@ from tra.tasks.base import (
     generator,
     length_buckets,
     length_splits,
-    letters,
     next_symbol_batch,
     stream_seed,
 )
@@ -18,6 +17,7 @@ from tra.tasks.flipflop import FlipFlop
 from tra.tasks.induct import Induct
 from tra.tasks.instruct import Instruct
 from tra.tasks.mqar import MultiQueryRecall
+from tra.tasks.symbols import letters
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (FlipFlop, Copy, Induct, Instruct, MultiQueryRecall)}
 """Tasks by name."""

@@ -12,12 +12,6 @@ from torch import Tensor
 
 from tra import unknown_name
 
-PAD, BOS, SEP, EOS = range(4)
-SPECIAL_SYMBOLS = ("<pad>", "<bos>", "<sep>", "<eos>")
-"""First symbols of the tasks that answer after a separator."""
-FIRST_ID = len(SPECIAL_SYMBOLS)
-"""Id of the first symbol that is not special."""
-
 
 class Batch(NamedTuple):
     """Sequences and what to predict, each `[B, T]`. Only positions where `loss_mask` is True count."""
@@ -72,11 +66,7 @@ class Task(ABC):
         """Draw a batch of a split that exists. Call `sample` instead, which checks its arguments."""
 
     def sample(
-        self,
-        split: str,
-        batch_size: int,
-        generator: torch.Generator,
-        device: torch.device | str = "cpu",
+        self, split: str, batch_size: int, generator: torch.Generator, device: torch.device | str = "cpu"
     ) -> Batch:
         """Draw a batch. The same generator state on the same kind of device gives the same batch."""
         self.lengths(split)
@@ -117,14 +107,6 @@ def check_lengths(name: str, shortest: int, longest: int, least: int) -> None:
     """Refuse a range of input lengths that is empty or begins below `least`."""
     if not least <= shortest <= longest:
         raise ValueError(f"{name} lengths must satisfy {least} <= shortest <= longest, got {shortest} and {longest}")
-
-
-def letters(count: int) -> tuple[str, ...]:
-    """Return `count` distinct symbols: a, b, … z, then a1, b1, …"""
-    if count < 2:
-        raise ValueError(f"an alphabet needs at least 2 symbols, got {count}")
-    names = "abcdefghijklmnopqrstuvwxyz"
-    return tuple(names[i % 26] + (str(i // 26) if i >= 26 else "") for i in range(count))
 
 
 def draw_lengths(lengths: Lengths, batch_size: int, generator: torch.Generator, device: torch.device) -> Tensor:

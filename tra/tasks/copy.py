@@ -14,21 +14,8 @@ from typing import ClassVar
 
 import torch
 
-from tra.tasks.base import (
-    BOS,
-    EOS,
-    FIRST_ID,
-    PAD,
-    SEP,
-    SPECIAL_SYMBOLS,
-    Batch,
-    Task,
-    check_lengths,
-    draw_lengths,
-    length_splits,
-    letters,
-    next_symbol_batch,
-)
+from tra.tasks.base import Batch, Task, check_lengths, draw_lengths, length_splits, next_symbol_batch
+from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
 LARGE, SMALL = 64, 4
 """Alphabets in which symbols rarely repeat, and in which they always do."""

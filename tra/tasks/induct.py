@@ -14,21 +14,9 @@ from typing import ClassVar
 
 import torch
 
-from tra.tasks.base import (
-    BOS,
-    FIRST_ID,
-    PAD,
-    SEP,
-    SPECIAL_SYMBOLS,
-    Batch,
-    Task,
-    check_lengths,
-    draw_lengths,
-    length_splits,
-    letters,
-    next_symbol_batch,
-)
+from tra.tasks.base import Batch, Task, check_lengths, draw_lengths, length_splits, next_symbol_batch
 from tra.tasks.copy import LARGE
+from tra.tasks.symbols import BOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
 
 class Induct(Task):

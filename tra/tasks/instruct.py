@@ -24,22 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tra.tasks.base import (
-    BOS,
-    EOS,
-    FIRST_ID,
-    PAD,
-    SEP,
-    SPECIAL_SYMBOLS,
-    Batch,
-    Lengths,
-    Task,
-    check_lengths,
-    draw_lengths,
-    length_buckets,
-    letters,
-    next_symbol_batch,
-)
+from tra.tasks.base import Batch, Lengths, Task, check_lengths, draw_lengths, length_buckets, next_symbol_batch
+from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
 OPERATIONS = ("copy", "reverse", "first", "last", "swap", "map", "keep")
 COPY, REVERSE, TAKE_FIRST, TAKE_LAST, SWAP, MAP, KEEP = range(len(OPERATIONS))

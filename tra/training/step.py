@@ -69,11 +69,7 @@ def make_step(
 
 
 def _capture(
-    step: StepFunction,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    shape: tuple[int, int],
-    device: torch.device,
+    step: StepFunction, model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, int], device: torch.device
 ) -> StepFunction:
     """Capture a whole step, which is then replayed by one launch. Weights and optimizer state are left unchanged."""
     static = Batch(
