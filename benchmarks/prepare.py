@@ -24,15 +24,14 @@ _POLL_SECONDS = 0.02
 
 
 def measure_prepare(text: Path, jobs: int, folder: Path) -> dict[str, Any]:
-    """Seconds of the command, and the most memory that it and its workers held at one time."""
+    """Run the command, and return its seconds and its peak memory."""
     command = [sys.executable, "-m", "tra", "prepare", str(text), str(folder), "--jobs", str(jobs), "--json"]
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as wrong:
         begun = time.perf_counter()
         process = subprocess.Popen(command, stdout=said, stderr=wrong)
-        peak, peak_of_workers = 0, 0
+        peak = 0
         while process.poll() is None:
-            parent, *workers = [resident(pid) for pid in family(process.pid)]
-            peak, peak_of_workers = max(peak, parent + sum(workers)), max(peak_of_workers, sum(workers))
+            peak = max(peak, resident(process.pid))
             time.sleep(_POLL_SECONDS)
         seconds = time.perf_counter() - begun
         if process.returncode:
@@ -47,7 +46,6 @@ def measure_prepare(text: Path, jobs: int, folder: Path) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "megabytes_per_second": round(manifest["bytes"] / 1e6 / seconds, 2),
         "peak_mib": round(peak / 2**20),
-        "peak_of_workers_mib": round(peak_of_workers / 2**20),
     }
 
 
@@ -79,26 +77,12 @@ def bench_prepare(
     }
 
 
-def family(pid: int) -> list[int]:
-    """A process and its children, less one that was just forked: until it runs its own, its memory is the parent's."""
-    try:
-        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        mine = _command(pid)
-        return [pid, *(child for child in children if _command(child) != mine)]
-    except OSError:  # it has ended
-        return [pid]
-
-
 def resident(pid: int) -> int:
     """Bytes of memory that a process holds; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _lines(text: Path | None) -> Iterator[bytes]:

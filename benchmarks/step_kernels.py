@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tra.bench.step import SHAPES, run_config
 from tra.runs.folder import RunFolder
-from tra.training.trainer import Trainer
+from tra.training import Trainer
 
 STEPS, SHOWN = 9, 30
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tra
 from tra.attention import MECHANISMS
-from tra.model import masked_cross_entropy
+from tra.training.loss import masked_cross_entropy
 
 MECHANISM = pytest.mark.parametrize("mechanism", list(MECHANISMS))
 BLOCK = pytest.mark.parametrize("block", ["pre", "authors"])

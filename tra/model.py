@@ -299,19 +299,3 @@ class Decoder(nn.Module):
             lowest, highest = int(tokens.min()), int(tokens.max())
             if lowest < 0 or highest >= self.config.vocab_size:
                 raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {lowest}..{highest}")
-
-
-def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor | None = None) -> Tensor:
-    """Mean over the positions where `loss_mask` is True; 0 where there is none.
-
-    Args:
-        logits: `[B, T, V]`.
-        targets: `[B, T]`.
-        loss_mask: `[B, T]` bool.
-        count: Positions to divide by, when this is a piece of a larger batch; those of the mask by default.
-    """
-    mask = loss_mask.flatten()
-    targets = targets.flatten().masked_fill(~mask, 0)  # whatever stands at positions that don't count
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="none")
-    count = mask.sum().clamp(min=1) if count is None else count
-    return torch.where(mask, losses, 0.0).sum() / count

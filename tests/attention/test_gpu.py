@@ -9,7 +9,7 @@ from torch import Tensor
 import tra
 from tra.attention import MECHANISMS
 from tra.attention.shared.base import Given
-from tra.model import masked_cross_entropy
+from tra.training.loss import masked_cross_entropy
 
 pytestmark = pytest.mark.gpu
 MECHANISM = pytest.mark.parametrize("mechanism", list(MECHANISMS))

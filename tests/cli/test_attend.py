@@ -16,14 +16,14 @@ from tra.attention import MECHANISMS, WeightMap
 from tra.attention.shared.base import Attention
 from tra.cli.main import main
 from tra.evaluation import attention_maps as maps
-from tra.evaluation.attention_maps import Shown, attend, task_sequence
+from tra.evaluation.attention_maps import InputSequence, attend, task_sequence
 from tra.presets import preset
 from tra.runs.attention_file import read_attend, weights_of
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.tasks import Copy, FlipFlop
 from tra.text import load_tokenizer
-from tra.text.store import Encoded, StoreWriter
-from tra.training.trainer import train
+from tra.text.store import StoreWriter, TokenPart
+from tra.training import train
 
 Command = Callable[..., tuple[int, str]]
 
@@ -36,9 +36,9 @@ def decoder(mechanism: str = "tra", vocabulary: int = 5) -> tra.Decoder:
     return model.eval()
 
 
-def drawn(length: int) -> Shown:
+def drawn(length: int) -> InputSequence:
     tokens = torch.randint(5, (length,), generator=torch.Generator().manual_seed(0))
-    return Shown(tokens, ["wri01"[token] for token in tokens.tolist()], [3, length - 1], "drawn")
+    return InputSequence(tokens, ["wri01"[token] for token in tokens.tolist()], [3, length - 1], "drawn")
 
 
 @pytest.fixture
@@ -118,10 +118,10 @@ def test_a_long_input_is_never_held_whole(mechanism: str, monkeypatch: pytest.Mo
     assert found.marked.tolist() == [8191]
     assert "8,128 to 8,191 of 8,192" in found.title
     assert [shape[2:] for shape in looked_at] == [(64, 8192)] * 2
-    monkeypatch.setattr(maps, "CELLS", 64 * 1024)
+    monkeypatch.setattr(maps, "MAX_CELLS", 64 * 1024)
     wide = attend(model, drawn(1024), rows=(700, 900), keys=(0, 100), layers=[0])
     assert [shape[2] for shape in looked_at[2:]] == [64, 64, 64, 8]
-    monkeypatch.setattr(maps, "CELLS", 1024 * 1024)
+    monkeypatch.setattr(maps, "MAX_CELLS", 1024 * 1024)
     at_once = attend(model, drawn(1024), rows=(700, 900), keys=(0, 100), layers=[0])
     assert looked_at[-1][2] == 200
     assert np.array_equal(wide.distances, at_once.distances)
@@ -190,7 +190,7 @@ def test_a_language_model(command: Command, runs: Path, tmp_path: Path) -> None:
     assert (found.marked.tolist(), found.mechanism) == ([], "tra")
 
     with StoreWriter(tmp_path / "store", load_tokenizer("bytes")) as writer:
-        writer.add(Encoded(True, np.frombuffer(b"0123456789" * 30, np.uint8), 300, 1))
+        writer.add(TokenPart(True, np.frombuffer(b"0123456789" * 30, np.uint8), 300, 1))
         writer.seal([])
     window = ("--start", 11, "--window", 5, "--out", "x.png")
     assert command("attend", runs / "text-tra", runs / "text-rope", "--text", "store", *window)[0] == 0

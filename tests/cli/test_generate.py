@@ -16,7 +16,7 @@ from tra.cli.continuation import TextStream
 from tra.cli.main import main
 from tra.presets import preset
 from tra.runs.folder import SHIPPED
-from tra.training.trainer import train
+from tra.training import train
 
 Command = Callable[..., tuple[int, str]]
 

@@ -16,13 +16,13 @@ from tests.slow import slow
 from tra.attention import MECHANISMS, Attention, WeightMap
 from tra.config import EvalConfig
 from tra.evaluation import diagnosis as module
-from tra.evaluation.diagnosis import BLOCK, Diagnosis, diagnose_run, diagnose_task, diagnose_text, look
+from tra.evaluation.diagnosis import BLOCK, Diagnosis, diagnose_run, diagnose_task, diagnose_text, measure_layer
 from tra.presets import preset
 from tra.runs.folder import RunFolder
 from tra.runs.rows import mean_over_heads, read_rows
 from tra.tasks import FlipFlop
 from tra.text.task import Stream
-from tra.training.trainer import train
+from tra.training import train
 
 LENGTH = 12
 QUICK = ("tra", "forgetting", "rope", "sinusoidal")
@@ -48,7 +48,7 @@ def test_by_hand() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]])
     weights = torch.tensor([[0.1, 0.3, 0.6, 0.0]])
     pairs = torch.tensor([[[0, 0, 0, 1, 1, 2]], [[1, 2, 3, 2, 3, 3]]])
-    found = look(Known(weights, content, logits), torch.zeros(1, 4, 8), torch.tensor([0]), pairs)  # type: ignore[arg-type]
+    found = measure_layer(Known(weights, content, logits), torch.zeros(1, 4, 8), torch.tensor([0]), pairs)  # type: ignore[arg-type]
     ratios = {name: float(part / whole) for name, (part, whole) in found.items()}
     # (0, 1) and (0, 2) stand the wrong way round; of the pairs with both signs, (0, 1), (0, 3), (1, 2), (2, 3), one.
     # Of the three pairs without the dropped key, the same two.
@@ -59,7 +59,8 @@ def test_by_hand() -> None:
 def test_ties_and_null_rows_do_not_count() -> None:
     zeros = torch.zeros(2, 3)
     dropped = torch.full((2, 3), -torch.inf)
-    found = look(Known(zeros, zeros, dropped), torch.zeros(1, 3, 8), torch.tensor([0, 1]), torch.zeros(2, 2, 5).long())  # type: ignore[arg-type]
+    layer, rows, pairs = Known(zeros, zeros, dropped), torch.tensor([0, 1]), torch.zeros(2, 2, 5).long()
+    found = measure_layer(layer, torch.zeros(1, 3, 8), rows, pairs)  # type: ignore[arg-type]
     assert all(float(whole) == 0 for _, whole in found.values())
 
 
@@ -186,9 +187,9 @@ def test_text_is_looked_at_in_blocks_of_neighbours(monkeypatch: pytest.MonkeyPat
         assert pairs.shape == (2, len(rows), module.PAIRS)
         assert (pairs <= rows[:, None]).all()
         seen.append(rows)
-        return look(layer, x, rows, pairs, block)
+        return measure_layer(layer, x, rows, pairs, block)
 
-    monkeypatch.setattr(module, "look", spy)
+    monkeypatch.setattr(module, "measure_layer", spy)
     (found,) = diagnose_text(decoder("rope"), text(2000), (400,))
     assert (found.split, found.shortest, found.longest) == ("drawn/400", 400, 400)
     assert (found.sequences, found.queries) == (8, 8 * 4 * 64)

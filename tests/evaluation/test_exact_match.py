@@ -14,7 +14,7 @@ from tra.presets import preset
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.rows import read_rows
 from tra.tasks import FlipFlop, generator
-from tra.training.trainer import train
+from tra.training import train
 
 CPU = torch.device("cpu")
 

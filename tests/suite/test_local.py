@@ -21,7 +21,8 @@ from tra.presets import preset
 from tra.runs.folder import RunFolder, write_rows
 from tra.runs.rows import read_rows
 from tra.suite import SUITES, Cell, Part, cells, suite
-from tra.suite.cell import CUT_OFF, run_cell
+from tra.suite.cell import run_cell
+from tra.suite.cell_process import CUT_OFF
 from tra.suite.grid import cells_of
 from tra.suite.local import run_suite
 from tra.suite.state import is_done, state
@@ -185,7 +186,7 @@ def test_told_to_stop_it_stops_its_cells_which_save(
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert list((tmp_path / folder / "checkpoints").iterdir())  # told to stop, the cell had time to save
-        monkeypatch.setattr("tra.suite.cell.PATIENCE", 0.2)
+        monkeypatch.setattr("tra.suite.cell.LOCK_SECONDS", 0.2)
         assert run_cell(tmp_path / folder, "cpu") == CUT_OFF  # and who comes while another does, leaves
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.suite.test_local import cell
 from tra.runs.rows import read_rows
-from tra.suite.local import Report
+from tra.suite.cell_process import Report
 from tra.suite.ray_engine import run_on_ray
 from tra.suite.state import is_done
 

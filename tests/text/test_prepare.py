@@ -8,20 +8,19 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.prepare import bench_prepare, family
+from benchmarks.prepare import bench_prepare
 from tests.text.data import SMALL_WIKITEXT, real
 from tra.cli.main import main
 from tra.text import Tokenizer, TokenStore, shipped_text
-from tra.text.prepare import WorkerError, prepare
+from tra.text.prepare import prepare
 
 
 def tra(*arguments: str | Path, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
@@ -55,7 +54,7 @@ def test_jobs_do_not_show(
     lines = shipped_text().read_text().split("\n\n")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     sources = [tmp_path / "a.jsonl", shipped_text(), SMALL_WIKITEXT]
-    monkeypatch.setattr("tra.text._workers.BATCH", 2**12)  # many under way at a time
+    monkeypatch.setattr("tra.text.encode.BATCH_CHARACTERS", 2**12)  # many under way at a time
     made = []
     for jobs in (1, 2, 3, None):
         prepare(sources, tmp_path / f"{jobs}", tokenizer=tokenizer, jobs=jobs)
@@ -166,19 +165,9 @@ def test_a_target_that_came_meanwhile_is_kept(plain_bytes: Tokenizer, tmp_path: 
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.tex"]
 
 
-def test_a_worker_that_dies_is_noticed(gpt2: Tokenizer, tmp_path: Path) -> None:
-    def kill_workers(*_: object) -> None:
-        for worker in family(os.getpid())[1:]:
-            os.kill(worker, signal.SIGKILL)
-
-    with pytest.raises(WorkerError, match="a worker ended with status -9"):
-        prepare([shipped_text()], tmp_path / "out", tokenizer=gpt2, jobs=2, progress=kill_workers)
-    assert not list(tmp_path.iterdir())
-
-
 @contextmanager
-def half_prepared(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """`tra prepare` of a source that has given some of its text and then nothing: the command, and its workers."""
+def half_prepared(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`tra prepare` of a source that has given some of its text and then nothing."""
     os.mkfifo(folder / "endless.txt")
     command = [sys.executable, "-m", "tra", "prepare", "endless.txt", "out", "--jobs", "2"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -192,30 +181,18 @@ def half_prepared(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[in
                 assert time.monotonic() < deadline
                 assert process.poll() is None
                 time.sleep(0.01)
-            yield process, family(process.pid)[1:]
+            yield process
     finally:
         process.kill()
         process.wait()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 def test_killed_it_leaves_no_store_and_the_next_one_clears_up(tmp_path: Path, plain_bytes: Tokenizer) -> None:
-    with half_prepared(tmp_path) as (process, workers):
-        assert len(workers) == 2
+    with half_prepared(tmp_path) as process:
         process.kill()
         process.wait()
         assert sorted(path.name for path in tmp_path.iterdir()) == [".out.preparing", "endless.txt"]
-        deadline = time.monotonic() + 20
-        while any(map(is_running, workers)):
-            assert time.monotonic() < deadline, "workers outlive the command"
-            time.sleep(0.05)
     prepare([SMALL_WIKITEXT], tmp_path / "out", tokenizer=plain_bytes)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["endless.txt", "out"]
     assert len(TokenStore.open(tmp_path / "out").documents) == 3
@@ -223,13 +200,12 @@ def test_killed_it_leaves_no_store_and_the_next_one_clears_up(tmp_path: Path, pl
 
 @pytest.mark.slow
 def test_interrupted_it_leaves_nothing(tmp_path: Path) -> None:
-    with half_prepared(tmp_path) as (process, workers):
+    with half_prepared(tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=30)
     assert process.returncode == 130
     assert error.strip() == "tra: interrupted"
     assert [path.name for path in tmp_path.iterdir()] == ["endless.txt"]
-    assert not any(map(is_running, workers))
 
 
 @pytest.mark.slow
@@ -335,21 +311,3 @@ def test_memory_does_not_grow_with_the_text() -> None:
     short, long = bench_prepare(megabytes=(5, 50))["rows"]
     assert long["megabytes"] > 9 * short["megabytes"]
     assert long["peak_mib"] < short["peak_mib"] + 16
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_one_clear_line(tmp_path: Path) -> None:
-    def say_more() -> None:
-        with suppress(BrokenPipeError):  # the command won't read to the end
-            (tmp_path / "endless.txt").write_bytes(20 * shipped_text().read_bytes())
-
-    with half_prepared(tmp_path) as (process, workers):
-        for worker in workers:
-            os.kill(worker, signal.SIGKILL)
-        more = threading.Thread(target=say_more)
-        more.start()
-        _, error = process.communicate(timeout=60)
-        more.join()
-    assert process.returncode == 1
-    assert error.strip() == "tra: a worker ended with status -9: out of memory?"
-    assert [path.name for path in tmp_path.iterdir()] == ["endless.txt"]

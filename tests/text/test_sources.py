@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tests.text.data import SMALL_WIKITEXT, real
 from tests.text.test_tokenizer import TEXTS
 from tra.text import Tokenizer, load_tokenizer, shipped_text
-from tra.text import _files as files
-from tra.text._formats import Cutter, articles
-from tra.text.sources import Piece, Source, find_sources
-from tra.text.store import Encoded
+from tra.text import source_files as files
+from tra.text.formats import DocumentSplitter, articles
+from tra.text.sources import Source, TextPart, find_sources
+from tra.text.store import TokenPart
 
 
 def documents_of(sources: list[Source], tokenizer: Tokenizer | None = None) -> list[str]:
@@ -28,7 +28,7 @@ def documents_of(sources: list[Source], tokenizer: Tokenizer | None = None) -> l
     tokenizer = tokenizer or load_tokenizer("bytes")
     for source in sources:
         for part in source.parts(tokenizer, lambda _: None):
-            text = part.text if isinstance(part, Piece) else tokenizer.decode(part.ids)
+            text = part.text if isinstance(part, TextPart) else tokenizer.decode(part.ids)
             if part.begins:
                 found.append("")
             found[-1] += text
@@ -92,7 +92,9 @@ def test_the_real_wikitext(gpt2: Tokenizer, name: str, words: int, tokens: int) 
     assert "".join(found).encode() == path.read_bytes()
     assert sum(len(text.split()) for text in found) == words
     assert sum(map(len, gpt2.encode_many(found))) == tokens
-    pieces = [part.text for part in find_sources([path])[""][0].parts(gpt2, lambda _: None) if isinstance(part, Piece)]
+    pieces = [
+        part.text for part in find_sources([path])[""][0].parts(gpt2, lambda _: None) if isinstance(part, TextPart)
+    ]
     assert len(pieces) > 60
     assert np.array_equal(np.concatenate(gpt2.encode_many(pieces)), gpt2.encode(path.read_text()))
 
@@ -155,7 +157,7 @@ def test_the_real_held_out_articles(gpt2: Tokenizer) -> None:
 @pytest.fixture(params=[3, 2**16])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether blocks cut characters, ids and documents or not."""
-    monkeypatch.setattr(files, "BLOCK", request.param)
+    monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -171,7 +173,7 @@ def test_token_streams(tmp_path: Path) -> None:
     write("2.bin", 97, 256, 98, 256)  # the separator after each document instead
     assert documents(tmp_path / "2.bin") == ["a", "b"]
     parts = find_sources([tmp_path / "1.bin"])[""][0].parts(load_tokenizer("bytes"), lambda _: None)
-    counts = [(part.begins, part.bytes, part.words) for part in parts if isinstance(part, Encoded)]
+    counts = [(part.begins, part.bytes, part.words) for part in parts if isinstance(part, TokenPart)]
     assert sum(bytes for _, bytes, _ in counts) == 3
     assert sum(words for _, _, words in counts) == 2
 
@@ -187,8 +189,8 @@ def test_blocks_do_not_show(tmp_path: Path) -> None:
 @given(text=TEXTS, blocks=st.integers(1, 4))
 def test_pieces_have_the_tokens_of_the_whole(gpt2: Tokenizer, text: str, blocks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tra.text._formats.PIECE", 1)
-        cutter = Cutter()
+        patch.setattr("tra.text.formats.PART_CHARACTERS", 1)
+        cutter = DocumentSplitter()
         size = -(-len(text) // blocks) or 1
         pieces = [piece for at in range(0, len(text), size) for piece in cutter.add(text[at : at + size])]
         pieces += cutter.end()
@@ -201,14 +203,14 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2: Tokenizer, text: str, blocks:
 
 def test_a_long_text_is_cut_and_keeps_its_tokens(gpt2: Tokenizer) -> None:
     text = shipped_text().read_text()
-    cutter = Cutter()
+    cutter = DocumentSplitter()
     pieces = [*cutter.add(text), *cutter.end()]
     assert len(pieces) == 10
     assert np.array_equal(np.concatenate(gpt2.encode_many([piece.text for piece in pieces])), gpt2.encode(text))
 
 
 def test_text_without_a_place_to_cut_stays_whole() -> None:
-    cutter = Cutter()
+    cutter = DocumentSplitter()
     pieces = [piece for _ in range(5) for piece in cutter.add("x" * 10_000)]
     assert not pieces
     assert [len(piece.text) for piece in cutter.end()] == [50_000]

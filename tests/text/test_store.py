@@ -11,15 +11,15 @@ import pytest
 
 from tra.text import VOCABULARIES, Tokenizer, TokenStore
 from tra.text.prepare import prepare
-from tra.text.store import Encoded, StoreWriter
+from tra.text.store import StoreWriter, TokenPart
 
 
 @pytest.fixture
 def folder(plain_bytes: Tokenizer, tmp_path: Path) -> Path:
     with StoreWriter(tmp_path / "store", plain_bytes) as writer:
-        writer.add(Encoded(True, np.array([97, 32]), 2, 1))
-        writer.add(Encoded(False, np.array([98]), 1, 1))
-        writer.add(Encoded(True, np.array([99]), 1, 1))
+        writer.add(TokenPart(True, np.array([97, 32]), 2, 1))
+        writer.add(TokenPart(False, np.array([98]), 1, 1))
+        writer.add(TokenPart(True, np.array([99]), 1, 1))
         writer.seal([{"name": "a.txt", "bytes": 4, "sha256": "…"}])
     return tmp_path / "store"
 
@@ -43,7 +43,7 @@ def test_a_wide_vocabulary_gets_wide_tokens(
 ) -> None:
     monkeypatch.setitem(VOCABULARIES, "bytes", 100_000)
     with StoreWriter(tmp_path / "wide", plain_bytes) as writer:
-        writer.add(Encoded(True, np.array([99_998]), 1, 1))
+        writer.add(TokenPart(True, np.array([99_998]), 1, 1))
         writer.seal([])
     store = TokenStore.open(tmp_path / "wide")
     assert store.tokens.dtype == np.uint32
@@ -52,8 +52,8 @@ def test_a_wide_vocabulary_gets_wide_tokens(
 
 def test_unknown_words_stay_unknown(tmp_path: Path, plain_bytes: Tokenizer) -> None:
     with StoreWriter(tmp_path / "store", plain_bytes) as writer:
-        writer.add(Encoded(True, np.array([97]), 1, -1))
-        writer.add(Encoded(True, np.array([97]), 1, 1))
+        writer.add(TokenPart(True, np.array([97]), 1, -1))
+        writer.add(TokenPart(True, np.array([97]), 1, 1))
         writer.seal([])
     store = TokenStore.open(tmp_path / "store")
     assert store.documents[:, 2].tolist() == [-1, 1]

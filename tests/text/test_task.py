@@ -16,10 +16,10 @@ from tests.slow import slow
 from tra.presets import preset
 from tra.tasks import Batch, generator
 from tra.text import VOCABULARIES, Tokenizer, load_tokenizer, shipped_text
-from tra.text.store import Encoded, StoreWriter
+from tra.text.store import StoreWriter, TokenPart
 from tra.text.task import HELD_OUT, Stream, Text
 from tra.text.windows import windows_per_epoch
-from tra.training.trainer import train
+from tra.training import train
 
 CPU = torch.device("cpu")
 WINDOW = 8
@@ -30,9 +30,9 @@ def write_store(folder: Path, tokenizer: Tokenizer, *texts: str, ids: tuple[int,
     folder.parent.mkdir(parents=True, exist_ok=True)
     with StoreWriter(folder, tokenizer) as writer:
         for text, encoded in zip(texts, tokenizer.encode_many(texts), strict=True):
-            writer.add(Encoded(True, encoded, len(text.encode()), len(text.split())))
+            writer.add(TokenPart(True, encoded, len(text.encode()), len(text.split())))
         if ids:
-            writer.add(Encoded(True, np.array(ids), len(ids), len(ids)))
+            writer.add(TokenPart(True, np.array(ids), len(ids), len(ids)))
         writer.seal([])
     return folder
 

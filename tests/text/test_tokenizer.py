@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.text.data import SMALL_WIKITEXT
 from tra.text import VOCABULARIES, Tokenizer, load_tokenizer, shipped_text
-from tra.text._formats import token_documents
+from tra.text.formats import token_documents
 from tra.text.tokenizer import GPT2_FINGERPRINT, Gpt2Tokenizer
 
 # Drawn to what divides GPT-2's words: spaces of all kinds, apostrophes, digits, marks, several scripts.
@@ -183,7 +183,7 @@ def test_tiktoken_agrees_where_it_is(gpt2: Tokenizer) -> None:
 
 
 def test_text_needs_neither_torch_nor_tokenizers_to_be_imported() -> None:
-    """As a worker imports it: the package itself brings torch."""
+    """Whatever the package itself imports."""
     code = """
 import sys, types
 for name in ("torch", "tokenizers", "tyro", "rich", "datasets"):

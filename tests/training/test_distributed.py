@@ -15,7 +15,7 @@ import torch
 
 from tra.presets import preset
 from tra.runs.rows import read_rows
-from tra.training.trainer import train
+from tra.training import train
 
 CHANGES = (
     "model.d_model=32",

@@ -15,8 +15,8 @@ from tra.presets import preset
 from tra.runs.folder import RunFolder
 from tra.runs.rows import read_rows
 from tra.tasks import TASKS, generator
+from tra.training import Progress, Trainer, train
 from tra.training.checkpoint import load_tensors
-from tra.training.trainer import Progress, Trainer, train
 
 pytestmark = pytest.mark.gpu
 

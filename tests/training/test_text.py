@@ -24,12 +24,13 @@ from tra.runs.folder import RunFolder
 from tra.runs.rows import read_rows
 from tra.tasks import Batch
 from tra.text import load_tokenizer
-from tra.text.store import Encoded, StoreWriter
+from tra.text.store import StoreWriter, TokenPart
 from tra.text.task import Text
 from tra.text.windows import windows_per_epoch
-from tra.training import step as _step
+from tra.training import Progress, train
+from tra.training import loss as loss_module
 from tra.training.optimizer import adamw
-from tra.training.trainer import Progress, train
+from tra.training.step import make_step
 
 CPU = torch.device("cpu")
 SMALL = ("model.d_model=64", "model.n_layers=1", "task.arguments.window=64", "train.batch_size=16", "optim.lr=1e-2")
@@ -55,7 +56,7 @@ def test_it_learns(tmp_path: Path) -> None:
 def test_stopping_and_resuming_over_epochs_changes_nothing(tmp_path: Path) -> None:
     """Data of 62 windows, so that a run of 40 steps sees it five times, and two draws."""
     with StoreWriter(tmp_path / "store", load_tokenizer("bytes")) as writer:
-        writer.add(Encoded(True, np.random.default_rng(0).integers(0, 256, 1010), 1010, 1))
+        writer.add(TokenPart(True, np.random.default_rng(0).integers(0, 256, 1010), 1010, 1))
         writer.seal([])
     assert windows_per_epoch(1011, 16) == 62
     data = (f"task.arguments.data={tmp_path / 'store'}", "task.arguments.window=16", "train.batch_size=8")
@@ -77,7 +78,7 @@ def a_step(config: RunConfig, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """Counts and gradients of a model's first step."""
     torch.manual_seed(0)
     model = Decoder(config.model)
-    step = _step.make_step(model, adamw(model, config.optim, CPU), config, batch.tokens.shape[1], CPU)
+    step = make_step(model, adamw(model, config.optim, CPU), config, batch.tokens.shape[1], CPU)
     counts = step(batch)
     return counts, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -98,7 +99,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("vocabulary", "switch"), [(320, 1), (4096, _step.LARGE_VOCABULARY)])
+@pytest.mark.parametrize(("vocabulary", "switch"), [(320, 1), (4096, loss_module.LARGE_VOCABULARY)])
 def test_a_large_vocabulary_s_step_is_the_plain_one(
     vocabulary: int, switch: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,10 +111,10 @@ def test_a_large_vocabulary_s_step_is_the_plain_one(
         small("optim.clip=null", f"train.accumulate={accumulate}", "train.batch_size=6"),
         model=DecoderConfig(vocabulary, d_model=32, n_layers=2, n_heads=2),
     )
-    monkeypatch.setattr(_step, "LARGE_VOCABULARY", vocabulary + 1)
+    monkeypatch.setattr(loss_module, "LARGE_VOCABULARY", vocabulary + 1)
     plain = a_step(config, batch)
-    monkeypatch.setattr(_step, "LARGE_VOCABULARY", switch)
-    monkeypatch.setattr(_step, "masked_cross_entropy", None)  # so that the other path is sure to be taken
+    monkeypatch.setattr(loss_module, "LARGE_VOCABULARY", switch)
+    monkeypatch.setattr(loss_module, "masked_cross_entropy", None)  # so that the other path is sure to be taken
     large = a_step(config, batch)
     exact = exact_step(config, batch)
     assert torch.equal(plain[0][1:], large[0][1:])
@@ -123,7 +124,7 @@ def test_a_large_vocabulary_s_step_is_the_plain_one(
 
 
 def test_what_is_not_scored_may_be_any_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_step, "LARGE_VOCABULARY", 1)
+    monkeypatch.setattr(loss_module, "LARGE_VOCABULARY", 1)
     mask = torch.tensor([[True, False, True]])
     steps = [
         a_step(small("model.d_model=32"), Batch(torch.tensor([[1, 2, 3]]), torch.tensor([[2, ignored, 4]]), mask))

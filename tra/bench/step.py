@@ -22,7 +22,7 @@ from tra.bench._timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
 from tra.runs.folder import RunFolder, environment
-from tra.training.trainer import Trainer
+from tra.training import Trainer
 
 VOCABULARY = 256
 """Small, so that the output layer doesn't hide what the mechanisms cost; or GPT-2's, as in a language model."""

@@ -10,7 +10,7 @@ from tra.cli.options import add_device, add_list
 
 if TYPE_CHECKING:
     from tra.config import RunConfig
-    from tra.evaluation.attention_maps import Shown
+    from tra.evaluation.attention_maps import InputSequence
     from tra.runs.folder import RunFolder
     from tra.text.task import Text
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     from tra.evaluation.attention_maps import attend
     from tra.report.heatmaps import check_figure, draw_attention
     from tra.runs.folder import SHIPPED, RunFolder, write_arrays
-    from tra.training.trainer import pick_device
+    from tra.training import pick_device
 
     if not options.runs:
         raise ValueError("name at least one run")
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sequence(options: argparse.Namespace, runs: list[RunFolder]) -> Shown:
+def _sequence(options: argparse.Namespace, runs: list[RunFolder]) -> InputSequence:
     """Return the sequence that all runs are shown."""
     from tra.text.task import Text
 
@@ -107,7 +107,7 @@ def _sequence(options: argparse.Namespace, runs: list[RunFolder]) -> Shown:
     return _text_sequence(options, tasks[0]) if isinstance(tasks[0], Text) else _task_sequence(options, configs[0])
 
 
-def _text_sequence(options: argparse.Namespace, task: Text) -> Shown:
+def _text_sequence(options: argparse.Namespace, task: Text) -> InputSequence:
     from tra.evaluation.attention_maps import WINDOW, text_sequence
 
     if (options.split, options.seed) != (None, None):
@@ -119,7 +119,7 @@ def _text_sequence(options: argparse.Namespace, task: Text) -> Shown:
     return text_sequence(task, store=store, prompt=options.prompt, start=options.start or 0, window=window)
 
 
-def _task_sequence(options: argparse.Namespace, config: RunConfig) -> Shown:
+def _task_sequence(options: argparse.Namespace, config: RunConfig) -> InputSequence:
     from tra.evaluation.attention_maps import task_sequence
     from tra.evaluation.exact_match import chosen_splits
 

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
     from tra import unknown_name
     from tra.attention import MECHANISMS
-    from tra.training.trainer import pick_device
+    from tra.training import pick_device
 
     for mechanism in options.only:
         if mechanism not in MECHANISMS:

@@ -63,7 +63,7 @@ def _train(mechanism: str, folder: Path, seed: int) -> int | None:
     """Train one run; return the step at which it was interrupted, None if it ended."""
     from tra.cli.display import TrainingDisplay
     from tra.presets import preset
-    from tra.training.trainer import pick_device, train
+    from tra.training import pick_device, train
 
     config = preset("demo").override([f"model.mechanism={mechanism}", f"train.seed={seed}"])
     with TrainingDisplay(mechanism) as display:

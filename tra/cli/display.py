@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # these import torch, which `tra prepare` doesn't need
     from tra.evaluation.diagnosis import Diagnosis
     from tra.evaluation.exact_match import SplitResult
     from tra.evaluation.perplexity import WindowResult
-    from tra.training.trainer import Progress as TrainingProgress
+    from tra.training import Progress as TrainingProgress
 
 MAX_SHOWN_LOSS = 100.0
 """From here on the perplexity is shown as infinite; `math.exp` overflows at 710."""

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from tra.runs.folder import RunFolder
     from tra.text.task import Text
-    from tra.training.trainer import pick_device
+    from tra.training import pick_device
 
     device, run = pick_device(options.device), RunFolder.open(options.run)
     config = run.config()

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     from tra.cli.continuation import choose_prompts, choose_sampling, continue_prompt, output_format
     from tra.runs.folder import RunFolder
     from tra.tasks import generator
-    from tra.training.trainer import pick_device
+    from tra.training import pick_device
 
     for option, value in (("--number", options.number), ("--max-new-tokens", options.max_new_tokens)):
         if value is not None and value < 1:

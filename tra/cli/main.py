@@ -88,13 +88,12 @@ def main() -> None:
 
 def _explain(error: Exception) -> str | None:
     """Return one line about a failure of the machine; None if the error is a bug."""
-    from tra.text.prepare import NoSpaceError, WorkerError
-    from tra.training.distributed import RankLostError
-    from tra.training.trainer import DiskFullError
+    from tra.text.prepare import NoSpaceError
+    from tra.training import DiskFullError, RankLostError
 
     if isinstance(error, RankLostError):
         return f"{error}; go on with --resume"
-    return str(error) if isinstance(error, DiskFullError | NoSpaceError | WorkerError) else None
+    return str(error) if isinstance(error, DiskFullError | NoSpaceError) else None
 
 
 def _stop(line: str, status: int) -> NoReturn:

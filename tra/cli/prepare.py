@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: auto)",
     )
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="processes (default: one per core); the store is the same for any number"
+        "--jobs", type=int, metavar="N", help="threads (default: one per core); the store is the same for any number"
     )
     parser.add_argument(
         "--hold-out",

@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, parts: Suite, cells: list[Cell], out: Path
     from tra.suite.archive import pack
     from tra.suite.local import run_suite
     from tra.suite.ray_engine import run_on_ray
-    from tra.training.trainer import pick_device
+    from tra.training import pick_device
 
     pick_device(options.device)  # fails now rather than in every run
     if options.engine == "ray" and options.budget is not None:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from tra.runs.folder import RunFolder
 from tra.runs.rows import read_rows
+from tra.suite.cell_process import Report
 from tra.suite.grid import Cell, Suite
-from tra.suite.local import Report
 from tra.suite.table import Entry, table
 
 REFRESH_SECONDS = 1.0

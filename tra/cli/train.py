@@ -63,8 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     time_limit = None if options.time_limit is None else parse_duration(options.time_limit)
     from tra.cli.display import TrainingDisplay
-    from tra.training.distributed import is_first
-    from tra.training.trainer import pick_device, train
+    from tra.training import is_first, pick_device, train
 
     config = _config(options)
     folder = options.out

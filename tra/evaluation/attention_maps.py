@@ -1,4 +1,4 @@
-"""Attention maps of a window, small enough to keep: what a figure needs of a model."""
+"""Attention maps of a window, small enough to store: what a figure needs of a model."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ import torch
 from torch import Tensor
 
 from tra.attention import MECHANISMS, Attention, ThresholdRelativeAttention
-from tra.evaluation.diagnosis import exact_products
 from tra.evaluation.exact_match import draw_test_set
 from tra.model import Decoder
 from tra.runs.attention_file import LEVELS, Attended
 from tra.runs.folder import RunFolder, write_arrays
 from tra.tasks import FlipFlop, Task
-from tra.tasks.flipflop import from_tokens
 from tra.text import TokenStore, load_tokenizer
 from tra.text.task import Stream, Text, check_ids
+from tra.training.device import matmul_precision
 
 WINDOW = 256
 """Tokens of a map, and the longest input that is shown whole."""
 
-LAST, MOST = 64, 1024
-"""Queries and keys that are shown of a longer input, by default and at most."""
+DEFAULT_SHOWN, MAX_SHOWN = 64, 1024
+"""Queries and keys shown of a longer input, by default and at most."""
 
-CELLS = 2**19
-"""Queries times keys that are looked at together in a head."""
+MAX_CELLS = 2**19
+"""Queries times keys computed at once in a head."""
 
 Range = tuple[int, int]
-"""From, and up to but without."""
+"""First index, and the index after the last."""
 
 
 @torch.no_grad()
 def attention_maps(model: Decoder, tokens: Tensor) -> npt.NDArray[np.uint8]:
-    """Weights of every layer and head over a window `[1, T]` -> `[L, H, T, T]`, a byte each.
+    """Return the weights of every layer and head over a window `[1, T]` -> `[L, H, T, T]`, a byte each.
 
-    0 is a key that is not seen or was dropped; 1 … 64 stand for 0 … 1, by the square root, so that small weights show.
-    Negative weights, which differential attention has, count as 0.
+    0 is a key that is not visible or was dropped; 1 … 64 stand for the square root of the weight, 0 … 1, so that small
+    weights show. Negative weights, which differential attention has, count as 0.
     """
     _check_attention(model)
     model.eval()
-    with exact_products():
-        found = []
+    with matmul_precision("highest"):
+        maps = []
         for layer, x in model.attention_inputs(tokens):
-            seen = layer.attention_map(x)
-            found.append(_bytes_of(seen.weights, seen.logits > -torch.inf)[0].cpu().numpy())
-    return np.stack(found)
+            found = layer.attention_map(x)
+            maps.append(_pack_weights(found.weights, found.logits > -torch.inf)[0].cpu().numpy())
+    return np.stack(maps)
 
 
 def write_maps(run: RunFolder, model: Decoder, stream: Stream, windows: int, device: torch.device) -> None:
-    """Maps of some windows, spread over a text, to maps-<text>.npz: `tokens` `[N, T]`, `maps` `[N, L, H, T, T]`."""
+    """Write maps of windows spread over a text to maps-<text>.npz: `tokens` `[N, T]`, `maps` `[N, L, H, T, T]`."""
     if windows < 1:
         raise ValueError(f"maps are of at least 1 window, got {windows}")
     size = min(WINDOW, len(stream.tokens) - 1)
@@ -64,35 +63,35 @@ def write_maps(run: RunFolder, model: Decoder, stream: Stream, windows: int, dev
     write_arrays(run.path / f"maps-{stream.name}.npz", arrays)
 
 
-class Shown(NamedTuple):
-    """A sequence for a run to look at."""
+class InputSequence(NamedTuple):
+    """A sequence whose attention is shown."""
 
     tokens: Tensor  # [T]
     symbols: list[str]  # [T]
-    marked: list[int]  # places of the queries at which an answer is due
+    marked: list[int]  # positions of the queries at which an answer is due
     title: str
 
 
-def task_sequence(task: Task, split: str, seed: int = 0, text: str | None = None) -> Shown:
-    """The first test sequence of a split, or of flip-flop one that is written out."""
+def task_sequence(task: Task, split: str, seed: int = 0, text: str | None = None) -> InputSequence:
+    """Return the first test sequence of a split, or a flip-flop sequence given as text."""
     if text is not None:
         if not isinstance(task, FlipFlop):
             raise ValueError(f"a sequence can be written out for flipflop alone; this run learnt {task.name}")
-        batch, title = from_tokens(task.parse(text)[None]), "as given"
+        batch, title = task.batch_of(task.parse(text)[None]), "as given"
     else:
         task.lengths(split)
         (batch,) = draw_test_set(task, split, 1, seed, 1, torch.device("cpu"))
         title = f"{split}, seed {seed}"
     due = batch.loss_mask[0].nonzero()[:, 0].tolist()
     symbols = [task.vocabulary[token] for token in batch.tokens[0].tolist()]
-    end = next((place for place, symbol in enumerate(symbols) if symbol == "<pad>"), len(symbols))
-    return Shown(batch.tokens[0, :end], symbols[:end], due, f"{task.name}, {title}")
+    end = symbols.index("<pad>") if "<pad>" in symbols else len(symbols)
+    return InputSequence(batch.tokens[0, :end], symbols[:end], due, f"{task.name}, {title}")
 
 
 def text_sequence(
     task: Text, *, store: Path | None = None, prompt: str | None = None, start: int = 0, window: int = WINDOW
-) -> Shown:
-    """A window of a store, or of the run's validation text; or a text that is written out, as a document."""
+) -> InputSequence:
+    """Return a window of a store, or of the run's validation text; or a given text as a document."""
     tokenizer = load_tokenizer(task.tokenizer)
     if prompt is not None:
         if not prompt:
@@ -114,51 +113,46 @@ def text_sequence(
         "<sep>" if token == tokenizer.separator else tokenizer.token_bytes[token].decode(errors="replace")
         for token in ids.tolist()
     ]
-    return Shown(torch.from_numpy(ids), symbols, [], title)
+    return InputSequence(torch.from_numpy(ids), symbols, [], title)
 
 
 @torch.no_grad()
 def attend(
     model: Decoder,
-    shown: Shown,
+    sequence: InputSequence,
     *,
     rows: Range | None = None,
     keys: Range | None = None,
     layers: Sequence[int] = (),
     heads: Sequence[int] = (),
 ) -> Attended:
-    """What queries `rows` make of `keys`, in some layers and heads, all by default.
+    """Return the attention of queries `rows` over `keys`, in the given layers and heads, all by default.
 
-    Of an input of more than 256 tokens the last 64 queries and keys are shown by default. Rows are taken in pieces, and
-    all keys are only ever held for a piece.
+    Of an input of more than 256 tokens the last 64 queries and keys are shown by default. Queries are computed in
+    groups, so that the map of all queries over all keys is never held at once.
     """
     _check_attention(model)
-    length = len(shown.tokens)
-    rows = rows or ((0, length) if length <= WINDOW else (length - LAST, length))
-    keys = keys or ((0, rows[1]) if rows[1] <= WINDOW else rows)
-    for name, (first, end) in (("rows", rows), ("keys", keys)):
-        if not 0 <= first < end <= length:
-            raise ValueError(f"{name} go from 0 up to {length:,}, the sequence's length, got {first:,} to {end:,}")
-        if end - first > MOST:
-            raise ValueError(f"{name} can be {MOST:,} at most, got {end - first:,}")
-    layers = _chosen("layer", layers, model.config.n_layers)
+    length = len(sequence.tokens)
+    rows, keys = _shown_ranges(length, rows, keys)
+    layers = _check_indices("layer", layers, model.config.n_layers)
     model.eval()
-    places, pieces = torch.arange(*rows), max(1, CELLS // length)
-    with exact_products():
-        inputs = model.attention_inputs(shown.tokens[None].to(model.embedding.weight.device))
-        seen = [
-            [_piece(*inputs[layer], part, keys, heads) for part in places.to(inputs[layer][1].device).split(pieces)]
-            for layer in layers
-        ]
+    indices = torch.arange(*rows)
+    with matmul_precision("highest"):
+        inputs = model.attention_inputs(sequence.tokens[None].to(model.embedding.weight.device))
+        groups = indices.to(inputs[0][1].device).split(max(1, MAX_CELLS // length))
+        maps = [[_map_of_rows(*inputs[layer], group, keys, heads) for group in groups] for layer in layers]
     weights, content, distances, null = (
-        np.stack([np.concatenate([part[index] for part in parts], axis=1) for parts in seen]) for index in range(4)
+        np.stack([np.concatenate([part[index] for part in parts], axis=1) for parts in maps]) for index in range(4)
     )
+    title = sequence.title
+    if rows[1] - rows[0] < length:
+        title += f", {rows[0]:,} to {rows[1] - 1:,} of {length:,}"
     return Attended(
-        symbols=np.array(shown.symbols[slice(*keys)]),
-        row_symbols=np.array(shown.symbols[slice(*rows)]),
-        rows=places.numpy(),
+        symbols=np.array(sequence.symbols[slice(*keys)]),
+        row_symbols=np.array(sequence.symbols[slice(*rows)]),
+        rows=indices.numpy(),
         columns=np.arange(*keys),
-        marked=np.array([place for place in shown.marked if rows[0] <= place < rows[1]], dtype=np.int64),
+        marked=np.array([position for position in sequence.marked if rows[0] <= position < rows[1]], dtype=np.int64),
         layers=np.array(layers),
         heads=np.array(heads or range(weights.shape[1])),
         weights=weights,
@@ -166,42 +160,55 @@ def attend(
         distances=distances,
         null=null,
         mechanism=model.config.mechanism,
-        title=shown.title + (f", {rows[0]:,} to {rows[1] - 1:,} of {length:,}" if rows[1] - rows[0] < length else ""),
+        title=title,
     )
 
 
-def _piece(
+def _shown_ranges(length: int, rows: Range | None, keys: Range | None) -> tuple[Range, Range]:
+    """Return the queries and keys to show, the defaults filled in."""
+    rows = rows or ((0, length) if length <= WINDOW else (length - DEFAULT_SHOWN, length))
+    keys = keys or ((0, rows[1]) if rows[1] <= WINDOW else rows)
+    for name, (first, end) in (("rows", rows), ("keys", keys)):
+        if not 0 <= first < end <= length:
+            raise ValueError(f"{name} go from 0 up to {length:,}, the sequence's length, got {first:,} to {end:,}")
+        if end - first > MAX_SHOWN:
+            raise ValueError(f"{name} can be {MAX_SHOWN:,} at most, got {end - first:,}")
+    return rows, keys
+
+
+def _map_of_rows(
     layer: Attention, x: Tensor, rows: Tensor, keys: Range, heads: Sequence[int]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.uint16], npt.NDArray[np.bool_]]:
-    """Weights, content and distances `[H, R, C]` of some rows, and which of them keep nothing `[H, R]`."""
+    """Return weights, content and distances `[H, R, C]` of some queries, and which of them keep no key, `[H, R]`."""
     found = layer.attention_map(x, rows=rows)
-    chosen, shown = list(_chosen("head", heads, found.weights.shape[1])), slice(*keys)
+    chosen, shown = list(_check_indices("head", heads, found.weights.shape[1])), slice(*keys)
     kept = found.logits[0, chosen] > -torch.inf  # [H, R, T]
-    key = torch.arange(x.shape[1], device=x.device)
-    if isinstance(layer, ThresholdRelativeAttention):
-        far = kept.to(torch.int32).flip(-1).cumsum(-1).flip(-1)[..., shown]
+    key = torch.arange(x.shape[1], device=x.device)[shown]
+    if isinstance(layer, ThresholdRelativeAttention):  # counts kept keys from j to i
+        distances = kept.to(torch.int32).flip(-1).cumsum(-1).flip(-1)[..., shown]
     else:
-        far = (rows[:, None] - key[shown] + 1).expand_as(kept[..., shown])
-    distances = torch.where(kept[..., shown], far.clamp(max=2**16 - 1), 0)
-    visible = key[shown] <= rows[:, None]
-    content = torch.where(visible, found.content[0, chosen][..., shown], 0.0).clamp(-6e4, 6e4)  # as float16 has it
+        distances = (rows[:, None] - key + 1).expand_as(kept[..., shown])
+    distances = torch.where(kept[..., shown], distances.clamp(max=2**16 - 1), 0)
+    content = torch.where(key <= rows[:, None], found.content[0, chosen][..., shown], 0.0)
     return (
-        _bytes_of(found.weights[0, chosen][..., shown], kept[..., shown]).cpu().numpy(),
-        content.half().cpu().numpy(),
+        _pack_weights(found.weights[0, chosen][..., shown], kept[..., shown]).cpu().numpy(),
+        content.clamp(-6e4, 6e4).half().cpu().numpy(),  # within the range of float16
         distances.cpu().numpy().astype(np.uint16),
         (~kept.any(-1)).cpu().numpy(),
     )
 
 
-def _bytes_of(weights: Tensor, kept: Tensor) -> Tensor:
+def _pack_weights(weights: Tensor, kept: Tensor) -> Tensor:
+    """Return the root of each weight as 1 … 64, and 0 for a key that is not kept."""
     return torch.where(kept, 1 + (LEVELS * weights.clamp(0, 1).sqrt()).round(), 0).to(torch.uint8)
 
 
-def _chosen(kind: str, wanted: Sequence[int], count: int) -> Sequence[int]:
-    for number in wanted:
-        if not 0 <= number < count:
-            raise ValueError(f"there is no {kind} {number}: {kind}s go from 0 to {count - 1}")
-    return wanted or range(count)
+def _check_indices(kind: str, indices: Sequence[int], count: int) -> Sequence[int]:
+    """Return the indices, all by default."""
+    for index in indices:
+        if not 0 <= index < count:
+            raise ValueError(f"there is no {kind} {index}: {kind}s go from 0 to {count - 1}")
+    return indices or range(count)
 
 
 def _check_attention(model: Decoder) -> None:

@@ -1,27 +1,26 @@
-"""The two failures of attention, measured: mass on keys that don't matter, and position that overrules content.
+"""Two failures of attention, measured: weight on keys that don't matter, and position that overrules content.
 
-Content is the scaled product of query and key before position enters, and what a mechanism orders keys by in the end
-are its logits (see `tra.attention.WeightMap`). Looked at are queries at which an answer is due, in full precision:
+Content is the scaled product of query and key before position enters. A mechanism finally orders keys by its logits
+(see `tra.attention.WeightMap`). Measured are queries at which an answer is due, in full precision:
 
 - `negative_mass`: the share of the attention weights, by absolute value, on keys whose content score is negative.
-- `reversed`: of pairs of keys that content tells apart, the share that ends up in the other order. A pair of which both
-  keys are dropped is not reversed, so this is small where most keys are dropped;
+- `reversed`: of pairs of keys with different content scores, the share that the logits order the other way. A pair of
+  two dropped keys is not reversed, so this is small where most keys are dropped.
 - `reversed_kept`: the same, of pairs that are both kept.
-- `lifted`: the same, of pairs with a positive and a negative content score: a key that doesn't matter stands above
-  one that does.
+- `lifted`: the same, of pairs with a positive and a negative content score: a key that doesn't matter ranks above one
+  that does.
 
-What stands between content and order is position, but for selective attention also its masking. Order has no meaning
-where content can't be told apart from position (sinusoidal) or a second map is taken off (differential). The own key of
-stick-breaking gets what is left, whatever its content, and its mass is counted by the sign of its score all the same.
+Position stands between content and order; in selective attention also its masking. The order measures are None where
+content can't be separated from position (sinusoidal) or a second map is subtracted (differential). Stick-breaking gives
+the query's own key the remaining weight, whatever its content; it is counted by the sign of its score all the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,21 +32,25 @@ from tra.config import EvalConfig
 from tra.evaluation.exact_match import chosen_splits, draw_test_set
 from tra.model import Decoder
 from tra.runs.folder import RunFolder, put_row
-from tra.tasks import Task, generator
+from tra.tasks import Lengths, Task, generator
 from tra.text.task import Stream
+from tra.training.device import device_name, matmul_precision
 
 SEQUENCES, QUERIES, PAIRS = 32, 32, 256
-"""Test sequences per split, queries looked at in each, and pairs of keys drawn per query and head."""
+"""Test sequences of a split, queries measured in each, and pairs of keys drawn per query and head."""
 
 WINDOWS_OF_TEXT, BLOCKS, BLOCK = 8, 4, 64
-"""Of text: windows of a size, spread over it, and blocks of neighbouring queries in each, as many as kernels take."""
+"""Windows spread over a text, blocks measured in each, and neighbouring queries in a block, as many as kernels take."""
+
+ORDER_MEASURES = ("reversed", "reversed_kept", "lifted")
+MEASURES = ("negative_mass", *ORDER_MEASURES, "kept", "null", "log_forget", "reach", "walked")
 
 PerHead = list[list[float | None]]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One line of diagnose.jsonl. Measures are lists by layer of lists by head, None where there was nothing to see."""
+    """One line of diagnose.jsonl. Measures are lists by layer of lists by head, None where nothing could be counted."""
 
     split: str
     shortest: int
@@ -61,7 +64,7 @@ class Diagnosis:
     kept: PerHead | None
     """Fraction of visible keys kept, of mechanisms with a threshold."""
     null: PerHead | None
-    """Fraction of queries that keep none."""
+    """Fraction of queries that keep no key."""
     log_forget: PerHead | None
     """Mean of the gate, of mechanisms that have one."""
     reach: PerHead | None
@@ -73,13 +76,13 @@ class Diagnosis:
     """Of text: the share of the keys before a block of 64 queries that TRA has to read for them."""
 
 
-class Looked(NamedTuple):
-    """A sequence, and where in it to look."""
+class Sample(NamedTuple):
+    """A sequence, and the queries and pairs of keys to measure in it."""
 
     tokens: Tensor  # [1, T]
     rows: Tensor  # [R], queries
-    pairs: Tensor  # [2, R, PAIRS], keys
-    block: int | None = None  # rows come in blocks of so many neighbours
+    pairs: Tensor  # [2, R, PAIRS], keys that the queries see
+    block: int | None = None  # neighbouring queries that form a block, if rows come in blocks
 
 
 def diagnose_task(
@@ -92,49 +95,20 @@ def diagnose_task(
     device: torch.device | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Iterator[Diagnosis]:
-    """Split by split, as they come. The sequences are the first of those that evaluation looks at."""
+    """Yield the diagnosis of each split as soon as it is measured, on the first sequences of its test set."""
     device = torch.device("cpu") if device is None else device
-    _check_attention(model)
-    model.eval()
-    with exact_products():
-        yield from _diagnose(model, task, config, splits, seed, device, progress)
 
-
-def _check_attention(model: Decoder) -> None:
-    if MECHANISMS[model.config.mechanism].replaces_mlp:
-        raise ValueError(f"{model.config.mechanism} has no attention to diagnose")
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """No TF32, which training may have allowed."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _diagnose(
-    model: Decoder,
-    task: Task,
-    config: EvalConfig,
-    splits: Sequence[str],
-    seed: int,
-    device: torch.device,
-    progress: Callable[[str, int, int], None],
-) -> Iterator[Diagnosis]:
-    def sequences(split: str) -> Iterator[Looked]:
+    def samples(split: str) -> Iterator[Sample]:
         for number, batch in enumerate(draw_test_set(task, split, SEQUENCES, seed, 1, device)):
             drawing = generator(seed, f"diagnose/{split}", number, device)
             rows = batch.loss_mask[0].nonzero()[:, 0]
             rows = rows[torch.randperm(len(rows), generator=drawing, device=device)[:QUERIES]]
-            yield Looked(batch.tokens, rows, _pairs(rows, drawing))
+            yield Sample(batch.tokens, rows, _draw_pairs(rows, drawing))
             progress(split, number + 1, SEQUENCES)
 
-    for split, (shortest, longest) in chosen_splits(task, config, splits).items():
-        yield _measured(model, split, (shortest, longest), sequences(split), seed, device)
+    _check_attention(model)
+    for split, lengths in chosen_splits(task, config, splits).items():
+        yield _measure(model, split, lengths, samples(split), seed, device)
 
 
 def diagnose_text(
@@ -146,134 +120,131 @@ def diagnose_text(
     device: torch.device | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Iterator[Diagnosis]:
-    """The same on text, window by window, at any query; and what the early stop of TRA saves."""
+    """Yield the diagnosis of each window of a text, at blocks of any queries, with what TRA's early stop saves."""
     device = torch.device("cpu") if device is None else device
-    _check_attention(model)
-    model.eval()
 
-    def sequences(window: int, split: str) -> Iterator[Looked]:
+    def samples(window: int, split: str) -> Iterator[Sample]:
         starts = np.linspace(0, len(stream.tokens) - window - 1, WINDOWS_OF_TEXT).astype(int)
         for number, start in enumerate(starts):
             drawing = generator(seed, f"diagnose/{split}", number, device)
             ids = np.asarray(stream.tokens[start : start + window]).astype(np.int64)
             blocks = torch.randperm(window // BLOCK, generator=drawing, device=device)[:BLOCKS]
             rows = (BLOCK * blocks[:, None] + torch.arange(BLOCK, device=device)).flatten()
-            yield Looked(torch.from_numpy(ids)[None].to(device), rows, _pairs(rows, drawing), BLOCK)
+            yield Sample(torch.from_numpy(ids)[None].to(device), rows, _draw_pairs(rows, drawing), BLOCK)
             progress(split, number + 1, len(starts))
 
-    with exact_products():
-        for window in windows:
-            if not BLOCK <= window < len(stream.tokens):
-                raise ValueError(
-                    f"a diagnosis takes windows of {BLOCK} up to {len(stream.tokens) - 1:,} tokens of {stream.name}, "
-                    f"got {window:,}"
-                )
-            split = f"{stream.name}/{window}"
-            yield _measured(model, split, (window, window), sequences(window, split), seed, device)
-
-
-def _pairs(rows: Tensor, drawing: torch.Generator) -> Tensor:
-    drawn = torch.rand(2, len(rows), PAIRS, generator=drawing, device=rows.device)
-    return (drawn * (rows[:, None] + 1)).long()
-
-
-def _measured(
-    model: Decoder,
-    split: str,
-    lengths: tuple[int, int],
-    sequences: Iterator[Looked],
-    seed: int,
-    device: torch.device,
-) -> Diagnosis:
-    begun, sums, queries, seen = time.monotonic(), _Sums(), 0, 0
-    for looked in sequences:
-        for index, (layer, x) in enumerate(model.attention_inputs(looked.tokens)):
-            sums.add(index, look(layer, x, looked.rows, looked.pairs, looked.block))
-        queries += len(looked.rows)
-        seen += 1
-    found = sums.ratios()
-    order = MECHANISMS[model.config.mechanism].orders_by_content
-    return Diagnosis(
-        split=split,
-        shortest=lengths[0],
-        longest=lengths[1],
-        sequences=seen,
-        queries=queries,
-        negative_mass=found["negative_mass"],
-        reversed=found["reversed"] if order else None,
-        reversed_kept=found["reversed_kept"] if order else None,
-        lifted=found["lifted"] if order else None,
-        kept=found.get("kept"),
-        null=found.get("null"),
-        log_forget=found.get("log_forget"),
-        reach=found.get("reach"),
-        seed=seed,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        seconds=round(time.monotonic() - begun, 2),
-        walked=found.get("walked"),
-    )
+    _check_attention(model)
+    for window in windows:
+        if not BLOCK <= window < len(stream.tokens):
+            raise ValueError(
+                f"a diagnosis takes windows of {BLOCK} up to {len(stream.tokens) - 1:,} tokens of {stream.name}, "
+                f"got {window:,}"
+            )
+        split = f"{stream.name}/{window}"
+        yield _measure(model, split, Lengths(window, window), samples(window, split), seed, device)
 
 
 def diagnose_run(run: RunFolder, results: Iterator[Diagnosis]) -> Iterator[Diagnosis]:
-    """Write each result to diagnose.jsonl as it comes."""
+    """Write each result to diagnose.jsonl before passing it on."""
     for result in results:
         put_row(run.diagnosis_file, asdict(result), ("split", "seed"))
         yield result
 
 
-def look(
+def _check_attention(model: Decoder) -> None:
+    if MECHANISMS[model.config.mechanism].replaces_mlp:
+        raise ValueError(f"{model.config.mechanism} has no attention to diagnose")
+
+
+def _draw_pairs(rows: Tensor, drawing: torch.Generator) -> Tensor:
+    """Draw pairs of keys that each query sees, `[2, R, PAIRS]`."""
+    drawn = torch.rand(2, len(rows), PAIRS, generator=drawing, device=rows.device)
+    return (drawn * (rows[:, None] + 1)).long()
+
+
+def _measure(
+    model: Decoder, split: str, lengths: Lengths, samples: Iterable[Sample], seed: int, device: torch.device
+) -> Diagnosis:
+    begun, sums, queries, sequences = time.monotonic(), _Sums(), 0, 0
+    model.eval()
+    with matmul_precision("highest"):  # without TF32, which training may have allowed
+        for sample in samples:
+            for index, (layer, x) in enumerate(model.attention_inputs(sample.tokens)):
+                sums.add(index, measure_layer(layer, x, sample.rows, sample.pairs, sample.block))
+            queries += len(sample.rows)
+            sequences += 1
+    found = sums.ratios()
+    if not MECHANISMS[model.config.mechanism].orders_by_content:
+        found = {name: values for name, values in found.items() if name not in ORDER_MEASURES}
+    measures: dict[str, Any] = {name: found.get(name) for name in MEASURES}
+    seconds = round(time.monotonic() - begun, 2)
+    return Diagnosis(
+        split,
+        lengths.shortest,
+        lengths.longest,
+        sequences,
+        queries,
+        seed=seed,
+        device=device_name(device),
+        seconds=seconds,
+        **measures,
+    )
+
+
+def measure_layer(
     layer: Attention, x: Tensor, rows: Tensor, pairs: Tensor, block: int | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Measure one layer on one sequence: by name what was counted, and out of how much, `[H]` each.
+    """Measure one layer on one sequence: return by name a count and what it is a share of, `[H]` each.
 
     Args:
         x: The layer's input, `[1, T, d_model]`.
-        rows: `[R]`, the queries to look at.
-        pairs: `[2, R, P]`, keys that each of them sees.
-        block: Rows come in blocks of so many neighbours, whose common walk is measured too.
+        rows: `[R]`, the queries to measure.
+        pairs: `[2, R, P]`, keys that each query sees.
+        block: Neighbouring queries in a block, if rows come in blocks; then the keys that a block reads are measured.
     """
     found = layer.attention_map(x, rows=rows)
     total = found.weights.abs().sum(-1)
     negative = (found.weights.abs() * (found.content < 0)).sum(-1)
-    everything = torch.ones_like(total)
+    ones = torch.ones_like(total)
     measures = {
         "negative_mass": (torch.where(total > 0, negative / total, 0.0), total > 0),
-        "reversed": _order(found, pairs, torch.ne),
-        "lifted": _order(found, pairs, lambda first, second: first * second < 0),
-        "reversed_kept": _order(found, pairs, torch.ne, kept_only=True),
+        "reversed": _count_reversed(found, pairs, torch.ne),
+        "lifted": _count_reversed(found, pairs, lambda first, second: first * second < 0),
+        "reversed_kept": _count_reversed(found, pairs, torch.ne, kept_only=True),
     }
     if hasattr(layer, "threshold"):
         kept = found.logits > -torch.inf
-        measures["kept"] = kept.sum(-1), everything * (rows + 1)
-        measures["null"] = ~kept.any(-1), everything
+        measures["kept"] = kept.sum(-1), ones * (rows + 1)
+        measures["null"] = ~kept.any(-1), ones
     if isinstance(gate := getattr(layer, "gate", None), ForgetGate):
-        measures["log_forget"] = gate(x)[:, :, rows], everything
+        measures["log_forget"] = gate(x)[:, :, rows], ones
     if isinstance(layer, ThresholdRelativeAttention):
         reach = layer.reach(x, found.logits, rows)
-        measures["reach"] = reach, everything
+        measures["reach"] = reach, ones
         if block is not None:
-            furthest = (rows - reach + 1).unflatten(-1, (-1, block)).amin(-1)  # the first key that some row needs
-            behind = (rows.unflatten(0, (-1, block))[:, -1] + 1).expand_as(furthest)
-            measures["walked"] = behind - furthest, behind
-    return {name: (_over_rows(part), _over_rows(whole)) for name, (part, whole) in measures.items()}
+            first_key = (rows - reach + 1).unflatten(-1, (-1, block)).amin(-1)  # that any query of the block needs
+            visible = (rows.unflatten(0, (-1, block))[:, -1] + 1).expand_as(first_key)
+            measures["walked"] = visible - first_key, visible
+    return {name: (_sum_by_head(part), _sum_by_head(whole)) for name, (part, whole) in measures.items()}
 
 
-def _order(
-    found: WeightMap, pairs: Tensor, told_apart: Callable[[Tensor, Tensor], Tensor], kept_only: bool = False
+def _count_reversed(
+    found: WeightMap, pairs: Tensor, counts: Callable[[Tensor, Tensor], Tensor], kept_only: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Pairs in the other order than content's, and pairs that count, `[1, H, R, P]` bool."""
+    """Return which pairs the logits order against their content, and which pairs count, `[1, H, R, P]` bool."""
     index = pairs[:, None, None].expand(-1, *found.content.shape[:2], -1, -1)
-    (first, second), (high, low) = (
+    (content, other_content), (logit, other_logit) = (
         [scores.gather(-1, side) for side in index] for scores in (found.content, found.logits)
     )
-    counted = told_apart(first, second) & (first != second)
+    counted = counts(content, other_content) & (content != other_content)
     if kept_only:
-        counted &= (high > -torch.inf) & (low > -torch.inf)
-    return counted & ((first > second) & (high < low) | (first < second) & (high > low)), counted
+        counted &= (logit > -torch.inf) & (other_logit > -torch.inf)
+    against = (content > other_content) & (logit < other_logit) | (content < other_content) & (logit > other_logit)
+    return counted & against, counted
 
 
-def _over_rows(x: Tensor) -> Tensor:
-    """`[1, H, …]` -> `[H]`."""
+def _sum_by_head(x: Tensor) -> Tensor:
+    """Sum `[1, H, …]` -> `[H]`."""
     return x.double().flatten(2).sum((0, 2))
 
 
@@ -285,8 +256,8 @@ class _Sums:
 
     def add(self, layer: int, measures: dict[str, tuple[Tensor, Tensor]]) -> None:
         for name, found in measures.items():
-            held = self.sums.setdefault(name, {}).setdefault(layer, [torch.zeros_like(x) for x in found])
-            for total, new in zip(held, found, strict=True):
+            sums = self.sums.setdefault(name, {}).setdefault(layer, [torch.zeros_like(x) for x in found])
+            for total, new in zip(sums, found, strict=True):
                 total += new
 
     def ratios(self) -> dict[str, PerHead]:

@@ -1,7 +1,7 @@
 """Exact match by split and length, with intervals.
 
-The test set of a split is a function of the evaluation's seed alone (on one kind of device), whatever the model and
-the batch: every mechanism and every training seed is judged on the same sequences.
+The test set of a split depends on the evaluation's seed alone (on one kind of device), not on the model or the batch:
+every mechanism and every training seed is judged on the same sequences.
 """
 
 from __future__ import annotations
@@ -11,18 +11,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from tra.config import EvalConfig
 from tra.model import Decoder
 from tra.runs.folder import RunFolder, put_row
-from tra.tasks import Batch, FlipFlop, Task, generator
-from tra.tasks.flipflop import from_tokens
-from tra.training.step import autocast, score
+from tra.tasks import Batch, FlipFlop, Lengths, Task, generator
+from tra.training.device import autocast, device_name, resolve_precision
+from tra.training.loss import score
 
-MOST_ROWS, MOST_TOKENS = 256, 2**20
-"""Test sequences are drawn in pieces of this many at most, so that their number doesn't change what they are."""
+MAX_DRAWN_ROWS, MAX_DRAWN_TOKENS = 256, 2**20
+"""Test sequences and tokens drawn at once. Part of what a seed means: other numbers give other sequences."""
+
+
+class Counts(NamedTuple):
+    """What was right in the sequences of a split."""
+
+    exact: int
+    """Sequences in which every scored token is right."""
+    sequences: int
+    correct: int
+    """Right tokens, of those that are scored."""
+    scored: int
 
 
 @dataclass(frozen=True)
@@ -61,18 +73,18 @@ def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, flo
     return low, high
 
 
-def chosen_splits(task: Task, config: EvalConfig, splits: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
-    """Shortest and longest input of the splits asked for; of the config's, or all, by default."""
+def chosen_splits(task: Task, config: EvalConfig, splits: Sequence[str] = ()) -> dict[str, Lengths]:
+    """Return the input lengths of the splits asked for; by default of the config's, or of all but "train"."""
     splits = tuple(splits) or config.splits or tuple(s for s in task.splits if s != "train")
     return {split: task.lengths(split) for split in splits}
 
 
 def draw_test_set(task: Task, split: str, examples: int, seed: int, rows: int, device: torch.device) -> Iterator[Batch]:
-    """`examples` test sequences in batches of at most `rows`."""
-    piece = max(1, min(MOST_ROWS, MOST_TOKENS // task.size(split)))
-    for index in range(-(-examples // piece)):
-        drawn = task.sample(split, piece, generator(seed, f"test/{split}", index, device), device)
-        drawn = Batch(*(x[: examples - index * piece] for x in drawn))
+    """Yield `examples` test sequences in batches of at most `rows`."""
+    at_once = max(1, min(MAX_DRAWN_ROWS, MAX_DRAWN_TOKENS // task.size(split)))
+    for index in range(-(-examples // at_once)):
+        drawn = task.sample(split, at_once, generator(seed, f"test/{split}", index, device), device)
+        drawn = Batch(*(x[: examples - index * at_once] for x in drawn))
         yield from (Batch(*part) for part in zip(*(x.split(rows) for x in drawn), strict=True))
 
 
@@ -83,8 +95,8 @@ def evaluate_batches(
     device: torch.device,
     precision: str,
     progress: Callable[[int], None] = lambda _: None,
-) -> tuple[int, int, int, int]:
-    """Sequences right, sequences, tokens right, tokens scored."""
+) -> Counts:
+    """Run the model over batches and count what it gets right."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.int64, device=device)
     sequences = 0
@@ -96,7 +108,7 @@ def evaluate_batches(
         sequences += len(batch.tokens)
         progress(sequences)
     exact_rows, correct_tokens, scored_tokens = sums.tolist()
-    return exact_rows, sequences, correct_tokens, scored_tokens
+    return Counts(exact_rows, sequences, correct_tokens, scored_tokens)
 
 
 def evaluate_task(
@@ -111,15 +123,15 @@ def evaluate_task(
     device: torch.device | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Iterator[SplitResult]:
-    """Results split by split, as they come.
+    """Yield the result of each split as soon as it is measured.
 
     Args:
-        splits: Those to look at; the config's by default.
+        splits: Splits to measure; the config's by default.
         examples: Sequences per split; the config's by default.
         progress: Called with split, sequences done and sequences in all.
     """
     device = torch.device("cpu") if device is None else device
-    for split, (shortest, longest) in chosen_splits(task, config, splits).items():
+    for split, lengths in chosen_splits(task, config, splits).items():
         n = examples if examples is not None else config.examples_of.get(split, config.examples)
         if n < 1:
             raise ValueError(f"examples must be at least 1, got {n}")
@@ -131,7 +143,7 @@ def evaluate_task(
             progress(split, done, n)
 
         counts = evaluate_batches(model, batches, device, precision, show)
-        yield _result(split, shortest, longest, counts, seed, precision, device, begun)
+        yield _result(split, lengths, counts, seed, precision, device, begun)
 
 
 def evaluate_rows(
@@ -145,42 +157,35 @@ def evaluate_rows(
     tokens = task.read_rows(path)
     rows = max(1, config.batch_tokens // tokens.shape[1])
     begun = time.monotonic()
-    batches = (from_tokens(part.to(device)) for part in tokens.split(rows))
+    batches = (task.batch_of(part.to(device)) for part in tokens.split(rows))
     counts = evaluate_batches(model, batches, device, precision)
-    return _result(path.name, tokens.shape[1], tokens.shape[1], counts, 0, precision, device, begun)
+    lengths = Lengths(tokens.shape[1], tokens.shape[1])
+    return _result(path.name, lengths, counts, 0, precision, device, begun)
 
 
 def evaluate_run(run: RunFolder, results: Iterator[SplitResult]) -> Iterator[SplitResult]:
-    """Write each result to eval.jsonl as it comes."""
+    """Write each result to eval.jsonl before passing it on."""
     for result in results:
         put_row(run.evaluation_file, asdict(result), ("split", "seed", "precision"))
         yield result
 
 
 def _result(
-    split: str,
-    shortest: int,
-    longest: int,
-    counts: tuple[int, int, int, int],
-    seed: int,
-    precision: str,
-    device: torch.device,
-    begun: float,
+    split: str, lengths: Lengths, counts: Counts, seed: int, precision: str, device: torch.device, begun: float
 ) -> SplitResult:
-    exact, sequences, correct, scored = counts
-    low, high = wilson(exact, sequences)
+    low, high = wilson(counts.exact, counts.sequences)
     return SplitResult(
         split=split,
-        shortest=shortest,
-        longest=longest,
-        examples=sequences,
-        exact=exact / sequences,
+        shortest=lengths.shortest,
+        longest=lengths.longest,
+        examples=counts.sequences,
+        exact=counts.exact / counts.sequences,
         low=low,
         high=high,
-        token_accuracy=correct / max(1, scored),
-        tokens=scored,
+        token_accuracy=counts.correct / max(1, counts.scored),
+        tokens=counts.scored,
         seed=seed,
-        precision="bfloat16" if precision == "auto" and device.type == "cuda" else precision.replace("auto", "float32"),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        precision=resolve_precision(precision, device),
+        device=device_name(device),
         seconds=round(time.monotonic() - begun, 2),
     )

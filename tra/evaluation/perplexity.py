@@ -1,15 +1,17 @@
-"""Perplexity of a text against the window a model reads it in.
+"""Perplexity of a text by the window in which a model reads it.
 
-Every token of the text but the separators is scored at every window, so that windows can be compared: what changes is
-how much of what came before is in sight. Windows follow each other without overlap, as in the paper; or overlap by
-half, each scoring its second half, so that no token has less than half a window before it. Intervals are over
-documents, as tokens of one document are not independent.
+Every token of the text but the separators is scored at every window, so that windows can be compared: only the context
+of a token changes. Windows stand side by side, as in the paper; or overlap by half, each scoring its second half, so
+that every token but the first ones has at least half a window before it. Intervals are over documents, since tokens of
+one document are not independent.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,14 +20,14 @@ import numpy.typing as npt
 import torch
 
 from tra.model import Decoder
-from tra.ops.linear_cross_entropy import linear_cross_entropy
 from tra.runs.folder import RunFolder, put_row, write_arrays
 from tra.text import VOCABULARIES
 from tra.text.task import Stream, check_ids
-from tra.training.step import autocast
+from tra.training.device import autocast, device_name, matmul_precision, resolve_precision
+from tra.training.loss import cross_entropy_by_token
 
 WINDOWS = tuple(2**n for n in range(7, 15))
-"""128 … 16,384."""
+"""Windows measured by default: 128 … 16,384."""
 
 RESAMPLED = 2000
 """Draws of documents behind an interval."""
@@ -42,10 +44,10 @@ class WindowResult:
     window: int
     overlap: str
     tokens: int
-    """Scored: all but separators."""
+    """Scored tokens: all but separators."""
     documents: int
     loss: float
-    """Nats a token."""
+    """Nats per token."""
     perplexity: float
     low: float | None
     """Lower end of the 95 % interval of `perplexity`, documents resampled; None where there is one document."""
@@ -54,7 +56,7 @@ class WindowResult:
     byte_perplexity: float | None
     bits_per_byte: float | None
     by_position: list[tuple[int, float | None, int]]
-    """(place in the window up to which, nats a token since the one before, tokens)."""
+    """(last position in the window, nats per token since the entry before, tokens)."""
     by_document: list[tuple[float, int]]
     """(sum of nats, tokens) of each document."""
     precision: str
@@ -63,7 +65,7 @@ class WindowResult:
 
 
 class Span(NamedTuple):
-    """A window reads tokens `start..end-1` and is scored on the targets from `scored` up to `end`."""
+    """A window: it reads tokens `start..end-1` and is scored on the targets `scored..end`."""
 
     start: int
     scored: int
@@ -71,7 +73,7 @@ class Span(NamedTuple):
 
 
 def spans(tokens: int, window: int, overlap: Overlap) -> list[Span]:
-    """Windows over a stream, which together score every token but the first once."""
+    """Return windows over a stream that together score every token but the first once."""
     stride = window if overlap == "none" else window // 2
     found: list[Span] = []
     for start in range(0, tokens - 1, stride):
@@ -94,25 +96,22 @@ def token_losses(
     precision: str = "auto",
     progress: Callable[[int], None] = lambda _: None,
 ) -> Losses:
-    """`[N]`: nats of every token of the stream, given what its window shows of those before; NaN where none is due."""
+    """Return the nats of every token of the stream, `[N]`, given its window; NaN for separators and the first."""
     model.eval()
-    cut = spans(len(stream.tokens), window, overlap)
+    windows = spans(len(stream.tokens), window, overlap)
     losses = np.full(len(stream.tokens), np.nan, dtype=np.float32)
-    whole = [span for span in cut if span.end - span.start == window]
+    whole = [span for span in windows if span.end - span.start == window]
     rows = max(1, batch_tokens // window)
     batches = [whole[i : i + rows] for i in range(0, len(whole), rows)]
-    batches += [[span] for span in cut if span.end - span.start < window]
+    batches += [[span] for span in windows if span.end - span.start < window]
     done = 0
     for batch in batches:
         ids = np.stack([stream.tokens[span.start : span.end + 1] for span in batch]).astype(np.int64)
         tokens = torch.from_numpy(ids).to(device)
         with autocast(device, precision):
             hidden = model.hidden(tokens[:, :-1])
-        # The head not in bfloat16: rounded logits would add noise to every loss.
-        targets = tokens[:, 1:].flatten()
-        nothing = torch.zeros(len(targets), device=device)
-        scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.head.weight.float(), targets, nothing)
-        for span, row in zip(batch, scored.losses.view(len(batch), -1).cpu().numpy(), strict=True):
+        of_batch = cross_entropy_by_token(model, hidden, tokens[:, 1:])
+        for span, row in zip(batch, of_batch.cpu().numpy(), strict=True):
             losses[span.scored : span.end + 1] = row[span.scored - span.start - 1 :]
             done += span.end + 1 - span.scored
         progress(done)
@@ -131,43 +130,41 @@ def evaluate_text(
     precision: str = "auto",
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Iterator[tuple[WindowResult, Losses]]:
-    """Window by window, as they come."""
+    """Yield the result of each window, with the loss of every token, as soon as it is measured."""
     device = torch.device("cpu") if device is None else device
     check_windows(windows, overlaps, stream)
     known = min(model.config.vocab_size, VOCABULARIES[stream.tokenizer])  # a model's ids are rounded up
     check_ids(np.asarray(stream.tokens), known, stream.name)
-    before = torch.get_float32_matmul_precision()
-    if precision != "float32":
-        torch.set_float32_matmul_precision("high")  # as in training: the head in TF32, where there is that
-    try:
-        for overlap in overlaps:
-            for window in windows:
-                begun = time.monotonic()
-                label = f"{stream.name}, {window:,}" + (", half" if overlap == "half" else "")
+    # Unless float32 is asked for, the head is computed in TF32 on a GPU, as in training.
+    products = nullcontext() if precision == "float32" else matmul_precision("high")
+    with products:
+        for overlap, window in itertools.product(overlaps, windows):
+            begun = time.monotonic()
+            label = f"{stream.name}, {window:,}" + (", half" if overlap == "half" else "")
 
-                def show(done: int, label: str = label) -> None:
-                    progress(label, done, len(stream.tokens) - 1)
+            def show(done: int, label: str = label) -> None:
+                progress(label, done, len(stream.tokens) - 1)
 
-                losses = token_losses(
-                    model,
-                    stream,
-                    window,
-                    overlap,
-                    batch_tokens=batch_tokens,
-                    device=device,
-                    precision=precision,
-                    progress=show,
-                )
-                yield _result(stream, window, overlap, losses, precision, device, begun), losses
-    finally:
-        torch.set_float32_matmul_precision(before)
+            losses = token_losses(
+                model,
+                stream,
+                window,
+                overlap,
+                batch_tokens=batch_tokens,
+                device=device,
+                precision=precision,
+                progress=show,
+            )
+            yield _result(stream, window, overlap, losses, precision, device, begun), losses
 
 
 def windows_that_fit(stream: Stream) -> tuple[int, ...]:
+    """Return the default windows that are shorter than the text."""
     return tuple(window for window in WINDOWS if window < len(stream.tokens))
 
 
 def check_windows(windows: Sequence[int], overlaps: Sequence[str], stream: Stream) -> None:
+    """Refuse windows that the text is too short for, or that can't overlap by half."""
     for window in windows:
         if window < 1 or ("half" in overlaps and window % 2):
             raise ValueError(f"a window must be at least 1, and even to overlap by half, got {window}")
@@ -180,7 +177,7 @@ def check_windows(windows: Sequence[int], overlaps: Sequence[str], stream: Strea
 def evaluate_run_text(
     run: RunFolder, results: Iterator[tuple[WindowResult, Losses]], keep_losses: bool = False
 ) -> Iterator[WindowResult]:
-    """Write each result to perplexity.jsonl as it comes, and on request the tokens' losses to losses-<text>.npz."""
+    """Write each result to perplexity.jsonl before passing it on; if asked, write losses to losses-<text>.npz too."""
     for result, losses in results:
         put_row(run.perplexity_file, asdict(result), ("text", "window", "overlap", "precision"))
         if keep_losses:
@@ -192,16 +189,20 @@ def evaluate_run_text(
 
 
 STEPS_PER_ROOT = 56
+"""Steps in which the square root of a loss is stored."""
 
 
 def pack_losses(losses: Losses) -> npt.NDArray[np.uint8]:
-    """A byte each: the root in steps of 1/56, up to 20.6 nats; 255 where none is due. At 3 nats a step is 0.06."""
+    """Return losses as a byte each: the square root in steps of 1/56, up to 20.6 nats, and 255 for NaN.
+
+    At 3 nats a step is 0.06.
+    """
     steps = np.clip(np.round(np.sqrt(np.nan_to_num(losses)) * STEPS_PER_ROOT), 0, 254)
     return np.where(np.isnan(losses), 255, steps).astype(np.uint8)
 
 
 def unpack_losses(packed: npt.NDArray[np.uint8]) -> Losses:
-    """What `pack_losses` kept."""
+    """Return the losses that `pack_losses` stored."""
     losses = np.square(packed.astype(np.float32) / STEPS_PER_ROOT)
     return np.where(packed == 255, np.float32(np.nan), losses)
 
@@ -216,19 +217,13 @@ def interval(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> tu
 
 
 def _result(
-    stream: Stream,
-    window: int,
-    overlap: Overlap,
-    losses: Losses,
-    precision: str,
-    device: torch.device,
-    begun: float,
+    stream: Stream, window: int, overlap: Overlap, losses: Losses, precision: str, device: torch.device, begun: float
 ) -> WindowResult:
     scored = ~np.isnan(losses)
-    places = np.flatnonzero(scored)
-    values = losses[places].astype(np.float64)
+    indices = np.flatnonzero(scored)
+    values = losses[indices].astype(np.float64)
     total = float(values.sum())
-    document = np.searchsorted(stream.documents[:, 0], places, side="right") - 1
+    document = np.searchsorted(stream.documents[:, 0], indices, side="right") - 1
     sums = np.bincount(document, values, minlength=len(stream.documents)).astype(np.float64)
     counts = np.bincount(document, minlength=len(stream.documents))
     filled = counts > 0
@@ -247,23 +242,23 @@ def _result(
         word_perplexity=float(np.exp(total / n_words)) if n_words else None,
         byte_perplexity=float(np.exp(total / n_bytes)) if n_bytes else None,
         bits_per_byte=float(total / n_bytes / np.log(2)) if n_bytes else None,
-        by_position=_by_position(len(losses), window, overlap, losses),
+        by_position=_by_position(losses, window, overlap),
         by_document=[(round(float(a), 3), int(b)) for a, b in zip(sums, counts, strict=True)],
-        precision="bfloat16" if precision == "auto" and device.type == "cuda" else precision.replace("auto", "float32"),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        precision=resolve_precision(precision, device),
+        device=device_name(device),
         seconds=round(time.monotonic() - begun, 2),
     )
 
 
-def _by_position(tokens: int, window: int, overlap: Overlap, losses: Losses) -> list[tuple[int, float | None, int]]:
-    """Powers of two: a token at place 1 has been told one token of its window, its own predecessor."""
-    place = np.zeros(tokens, dtype=np.int64)
-    for span in spans(tokens, window, overlap):
-        place[span.scored : span.end + 1] = np.arange(span.scored, span.end + 1) - span.start
+def _by_position(losses: Losses, window: int, overlap: Overlap) -> list[tuple[int, float | None, int]]:
+    """Average losses between positions 1, 2, 4, …: a target at position n has n tokens of its window before it."""
+    position = np.zeros(len(losses), dtype=np.int64)
+    for span in spans(len(losses), window, overlap):
+        position[span.scored : span.end + 1] = np.arange(span.scored, span.end + 1) - span.start
     found: list[tuple[int, float | None, int]] = []
     low, high = 0, 1
     while low < window:
-        values = losses[(place > low) & (place <= min(high, window)) & ~np.isnan(losses)]
+        values = losses[(position > low) & (position <= min(high, window)) & ~np.isnan(losses)]
         mean = round(float(values.mean(dtype=np.float64)), 5) if len(values) else None
         found.append((min(high, window), mean, len(values)))
         low, high = high, 2 * high

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tra.tasks import Task
 from tra.text import load_tokenizer
 from tra.text.task import Text
-from tra.text.tokenizer import Gpt2Tokenizer, Tokenizer, _byte_alphabet
+from tra.text.tokenizer import Gpt2Tokenizer, Tokenizer, byte_alphabet
 
 SEPARATOR = "<|endoftext|>"
 """Stands before each document, and so ends the one before."""
@@ -34,7 +34,7 @@ def _text_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, Gpt2Tokenizer):
         library = Library.from_str(tokenizer._library.to_str())
     else:
-        library = Library(models.BPE(_byte_alphabet(), []))
+        library = Library(models.BPE(byte_alphabet(), []))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     # As everywhere here, "<|endoftext|>" in a text is text: only its id separates.

@@ -21,7 +21,6 @@ import tra
 from tra.config import RunConfig, differences
 from tra.model import Decoder
 from tra.runs.rows import read_rows
-from tra.training.checkpoint import DamagedError, load_tensors, save_tensors, write_atomically
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Run folders that come with the package, usable by name."""
@@ -56,6 +55,8 @@ class RunFolder:
 
     def start(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> RunConfig:
         """Claim the folder for a run: a new one, or on `resume` the one that is there."""
+        from tra.training.checkpoint import write_atomically
+
         if resume and overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
         exists = self.path.exists() and any(self.path.iterdir())
@@ -80,6 +81,8 @@ class RunFolder:
 
     def note_environment(self, device: torch.device, processes: int = 1) -> None:
         """Add this session to environment.json: a resumed run has several."""
+        from tra.training.checkpoint import write_atomically
+
         sessions = []
         if self.environment_file.is_file():
             sessions = json.loads(self.environment_file.read_text())["sessions"]
@@ -87,10 +90,14 @@ class RunFolder:
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def save_weights(self, model: Decoder, step: int) -> None:
+        from tra.training.checkpoint import save_tensors
+
         save_tensors(self.weights_file, dict(model.state_dict()), {"step": str(step)})
 
     def load_model(self, device: torch.device | str = "cpu") -> Decoder:
         """The trained decoder, in float32 and evaluation mode."""
+        from tra.training.checkpoint import DamagedError, load_tensors
+
         config = self.config()
         if not self.weights_file.is_file():
             raise ValueError(f"{self.path} has no model.safetensors yet: the run hasn't ended")
@@ -105,6 +112,8 @@ class RunFolder:
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     """JSON lines, all of them or, if something happens, the file as it was."""
+    from tra.training.checkpoint import write_atomically
+
     write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -116,6 +125,8 @@ def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
 
 def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
     """A compressed .npz, all of it or nothing. Equal arrays give equal bytes."""
+    from tra.training.checkpoint import write_atomically
+
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)
     write_atomically(file, content.getvalue())

@@ -1,4 +1,4 @@
-"""Grids of runs: tables made of named cells, each a whole run config, run to their end on one machine or many."""
+"""Grids of runs: tables made of named cells, each a whole run config, trained and measured on one machine or many."""
 
 from tra.suite.grid import Cell, Part, Suite
 from tra.suite.suites import SUITES, cells, suite

@@ -1,4 +1,4 @@
-"""Results that travel: a suite's folders as one archive, and those of several machines in one place."""
+"""Pack a suite's run folders into one archive, and merge those of several machines."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import NamedTuple
 from tra.runs.folder import RunFolder
 from tra.suite.state import state
 
-SMALL_BYTES = 8 * 2**20
-"""Weights and checkpoints up to this size travel too."""
+MAX_WEIGHT_BYTES = 8 * 2**20
+"""Size up to which files of weights and checkpoints are packed too."""
 
-LEFT_BEHIND = ("lock", "log.txt")
+NOT_PACKED = ("lock", "log.txt")
 
 
 def pack(out: Path, file: Path) -> int:
-    """All run folders under `out` as a .tar.gz, written whole or not at all. Returns how many."""
+    """Write all run folders under `out` to a .tar.gz, whole or not at all, and return how many."""
     folders = run_folders(out)
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with tarfile.open(temporary, "w:gz") as archive:
             for folder in folders:
-                for path in _small_files(folder):
+                for path in _files_to_pack(folder):
                     archive.add(path, path.relative_to(out))
         temporary.replace(file)
     except BaseException:
@@ -37,54 +37,55 @@ def pack(out: Path, file: Path) -> int:
 
 
 def run_folders(out: Path) -> list[Path]:
+    """Return the run folders directly under a folder."""
     return sorted(path.parent for path in out.glob("*/config.json"))
 
 
-def _small_files(folder: Path) -> Iterator[Path]:
+def _files_to_pack(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in LEFT_BEHIND and not path.name.startswith("."):
-            is_heavy = path.suffix == ".safetensors" and path.stat().st_size > SMALL_BYTES
-            if not is_heavy:
+        if path.is_file() and path.name not in NOT_PACKED and not path.name.startswith("."):
+            is_large = path.suffix == ".safetensors" and path.stat().st_size > MAX_WEIGHT_BYTES
+            if not is_large:
                 yield path
 
 
-class Merged(NamedTuple):
-    """What `merge` did."""
+class MergeResult(NamedTuple):
+    """What `merge` did with each run, by name."""
 
     taken: list[str]
     present: list[str]
-    """There already, and the same."""
+    """Runs that `out` had already, with the same results."""
     conflicts: list[str]
-    """There already, and another; what was there stays."""
+    """Runs that `out` had already, with other results, which are kept."""
     warnings: list[str]
 
 
-def merge(sources: Sequence[Path], out: Path) -> Merged:
-    """Bring run folders of several places (folders, or archives that `pack` made) together under `out`.
+def merge(sources: Sequence[Path], out: Path) -> MergeResult:
+    """Copy the run folders of several sources (folders, or archives of `pack`) to `out`.
 
-    Of a cell that several sources have, the one that came furthest is taken. One that is in `out` already is never
-    touched: equal results are passed over, others are a conflict.
+    Of a cell that several sources have, the one with most progress is taken. A run that is in `out` already is never
+    changed: equal results are skipped, others are a conflict.
     """
-    merged = Merged([], [], [], [])
-    best: dict[str, Path] = {}
+    merged = MergeResult([], [], [], [])
+    furthest: dict[str, Path] = {}
     commits: dict[str, set[str]] = {}
     for source in sources:
-        for folder in run_folders(_opened(source, out)):
-            known = best.get(folder.name)
-            if known is not None and _progress(known) == _progress(folder) and not _same(known, folder):
+        for folder in run_folders(_folder_of(source, out)):
+            known = furthest.get(folder.name)
+            if known is not None and _progress(known) == _progress(folder) and not _have_same_results(known, folder):
                 if state(folder).status == "done":
                     merged.conflicts.append(f"{folder.name}: {folder.parent} and {known.parent} have other results")
                 continue
             if known is None or _progress(folder) > _progress(known):
-                best[folder.name] = folder
+                furthest[folder.name] = folder
     out.mkdir(parents=True, exist_ok=True)
-    for name, folder in sorted(best.items()):
+    for name, folder in sorted(furthest.items()):
         for session in _sessions(folder):
             commits.setdefault(str(session.get("commit")), set()).add(name)
         if not (out / name).exists():
             _copy(folder, out / name)
             merged.taken.append(name)
-        elif _same(folder, out / name):
+        elif _have_same_results(folder, out / name):
             merged.present.append(name)
         else:
             merged.conflicts.append(f"{name}: {folder.parent} has other results than {out}, which stay")
@@ -95,20 +96,21 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
     return merged
 
 
-def _opened(source: Path, out: Path) -> Path:
+def _folder_of(source: Path, out: Path) -> Path:
+    """Return a source's folder of runs; an archive is unpacked below `out`."""
     if source.is_dir():
         return source
     if not source.is_file():
         raise ValueError(f"there is no folder or archive {source}")
-    place = out / ".unpacked" / hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    folder = out / ".unpacked" / hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     try:
         with tarfile.open(source) as archive:
-            archive.extractall(place, filter="data")
+            archive.extractall(folder, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{source} is no archive of runs: {error}") from None
-    return place
+    return folder
 
 
 def _sessions(folder: Path) -> list[dict[str, str]]:
@@ -122,7 +124,7 @@ def _progress(folder: Path) -> tuple[bool, int]:
 
 
 def _results(folder: Path) -> dict[str, bytes]:
-    """What a run says, without when and where it was said."""
+    """Return a run's config and results, without the time and device of measurement."""
     run = RunFolder(folder)
     found = {}
     for file in (run.config_file, run.evaluation_file, run.diagnosis_file, run.perplexity_file):
@@ -135,7 +137,7 @@ def _results(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def _same(one: Path, other: Path) -> bool:
+def _have_same_results(one: Path, other: Path) -> bool:
     return _results(one) == _results(other) and state(one).step == state(other).step
 
 

@@ -1,4 +1,4 @@
-"""One cell to its end, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS]]`."""
+"""Train and measure one cell, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS]]`."""
 
 from __future__ import annotations
 
@@ -14,39 +14,32 @@ from typing import IO
 
 import torch
 
-from tra.evaluation.diagnosis import diagnose_run, diagnose_task
-from tra.evaluation.exact_match import evaluate_run, evaluate_task
-from tra.evaluation.perplexity import evaluate_run_text, evaluate_text
+from tra.evaluation import diagnose_run, diagnose_task, evaluate_run, evaluate_run_text, evaluate_task, evaluate_text
 from tra.model import Decoder
 from tra.runs.folder import RunFolder
-from tra.suite.state import is_done, missing
+from tra.suite.cell_process import CUT_OFF
+from tra.suite.state import missing
 from tra.text.task import Text
-from tra.training.trainer import Progress, pick_device, train
+from tra.training import Progress, pick_device, train
 
-__all__ = ["CUT_OFF", "is_done", "run_cell"]
-
-CUT_OFF = 75
-"""Exit status of a cell that saved in time and has more to do (EX_TEMPFAIL)."""
-
-
-PATIENCE = 20.0
-"""Seconds to wait for another process to leave the cell."""
+LOCK_SECONDS = 20.0
+"""Time to wait for another process that still works on the cell, and may be saving."""
 
 
 def run_cell(folder: Path, device_name: str | None, seconds: float | None = None) -> int:
-    """Train (or go on), then measure what is missing. Says what it does line by line; stops in time."""
+    """Train to the end, measure what is missing, or stop in time; print progress and return the exit status."""
     deadline = None if seconds is None else time.monotonic() + seconds
     device, run = pick_device(device_name), RunFolder(folder)
 
-    def say(progress: Progress) -> None:
+    def print_loss(progress: Progress) -> None:
         if progress.metrics is not None:
             print(f"step {progress.step} loss {progress.metrics['loss']:.4f}", flush=True)
 
     lock = (folder / "lock").open("w")
-    if not _locked(lock):
+    if not _lock(lock):
         print("another process works on this cell", flush=True)
         return CUT_OFF
-    result = train(None, folder, resume=True, time_limit=seconds, device=device, progress=say)
+    result = train(None, folder, resume=True, time_limit=seconds, device=device, progress=print_loss)
     if not result.done:
         print(f"stopped at step {result.step}: {result.reason}", flush=True)
         return CUT_OFF if result.reason == "time limit" else 143
@@ -58,21 +51,21 @@ def run_cell(folder: Path, device_name: str | None, seconds: float | None = None
     return 0
 
 
-def _locked(lock: IO[str]) -> bool:
-    """Whoever had it before may be saving still."""
-    patience = time.monotonic() + PATIENCE
+def _lock(lock: IO[str]) -> bool:
+    """Lock a file, and return whether that worked in time."""
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > patience:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.1)
 
 
 def _end_with_parent() -> None:
-    """Stop, and save, when whoever started this is gone: nobody would wait for it."""
+    """Save and stop when the process that started this one has ended."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -84,7 +77,7 @@ def _end_with_parent() -> None:
 
 
 def _measure(run: RunFolder, model: Decoder, device: torch.device) -> Iterator[str]:
-    """What is missing, each written to its file as it comes."""
+    """Measure what is missing, write each result to its file, and yield a line about it."""
     config, left = run.config(), missing(run)
     task = config.task.build()
     if isinstance(task, Text):

@@ -1,4 +1,4 @@
-"""What a suite is: tables, each made of named cells, each cell a whole run config.
+"""A suite: tables made of named cells, each cell a whole run config.
 
     def mine() -> Suite:
         cells = [
@@ -8,7 +8,7 @@
         ]
         return {"flip-flop": Part(cells)}
 
-A cell's folder has its name and a digest of its config: what is done is found again by what it is.
+A cell's folder is named after the cell and a digest of its config, so that a finished cell is found again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Cell(NamedTuple):
     name: str
     config: RunConfig
     row: str = ""
-    """Where it stands in the table, seeds together; the mechanism's name by default."""
+    """Row of the table, common to all seeds; the mechanism's name by default."""
 
     @property
     def digest(self) -> str:
-        """Of what the config says beyond defaults, so that a setting that comes later leaves it as it is."""
-        said = json.dumps(_beyond_defaults(self.config), sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:8]
+        """Return a digest of the settings that differ from defaults, so that new settings don't change it."""
+        settings = json.dumps(_non_default_settings(self.config), sort_keys=True)
+        return hashlib.sha256(settings.encode()).hexdigest()[:8]
 
     @property
     def folder(self) -> str:
@@ -57,23 +57,23 @@ class Part(NamedTuple):
 Suite = dict[str, Part]
 
 
-def _beyond_defaults(config: Any) -> dict[str, Any]:
+def _non_default_settings(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default_factory() if callable(field.default_factory) else field.default
         if dataclasses.is_dataclass(value):
-            found[field.name] = _beyond_defaults(value)
+            found[field.name] = _non_default_settings(value)
         elif value != default:
             found[field.name] = value
     return found
 
 
 def cells_of(suite: Suite, only: Iterable[str] = ()) -> list[Cell]:
-    """All cells; of the parts and mechanisms named in `only`, if there are any.
+    """Return all cells, or those of the parts and mechanisms named in `only`.
 
     Raises:
-        ValueError: If a name stands for two configs, or `only` for nothing.
+        ValueError: If two configs have one name, or `only` has an unknown name.
     """
     only = tuple(only)
     cells = [(part, cell) for part, found in suite.items() for cell in found.cells]
@@ -88,17 +88,17 @@ def cells_of(suite: Suite, only: Iterable[str] = ()) -> list[Cell]:
             changed = ", ".join(differences(first.config.to_dict(), cell.config.to_dict()))
             raise ValueError(f"two cells are called {cell.name}, but their configs differ in {changed}")
     parts = [name for name in only if name in suite]
-    named = [name for name in only if name not in suite]
+    wanted = [name for name in only if name not in suite]
     chosen = [
         cell
         for part, cell in cells
-        if (not parts or part in parts) and (not named or cell.config.model.mechanism in named)
+        if (not parts or part in parts) and (not wanted or cell.config.model.mechanism in wanted)
     ]
     return list({cell.name: cell for cell in chosen}.values())
 
 
 def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
-    """A suite by its name, or as FILE.py:FUNCTION."""
+    """Return a suite by its name, or the one that FILE.py:FUNCTION returns."""
     if ".py:" not in name:
         if name not in known:
             raise ValueError(unknown_name("suite", name, known))
@@ -111,10 +111,10 @@ def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = getattr(module, function, None)
-    if not callable(made):
+    make_suite = getattr(module, function, None)
+    if not callable(make_suite):
         raise ValueError(f"{file} has no function {function}")
-    suite = made()
+    suite = make_suite()
     if not isinstance(suite, dict) or not all(isinstance(part, Part) for part in suite.values()):
         raise ValueError(f"{name} must return a dict of Parts, got {type(suite).__name__}")
     return suite

@@ -1,26 +1,22 @@
-"""A suite on a Ray cluster: cells as tasks, each with its part of a GPU, started again when a worker dies.
+"""Run a suite on a Ray cluster: cells are tasks that share GPUs, and are started again when their worker dies.
 
 All machines must see the folder that the cells work in, as over a network file system.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.suite.cell import CUT_OFF
+from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
 from tra.suite.grid import Cell
-from tra.suite.local import Report, cell_command, cell_environment, prepare_cells
-from tra.suite.state import note_failure
 
-RETRIES = 3
-"""Times a cell is started again after its worker died. One that fails by itself is not."""
+MAX_RESTARTS = 3
+"""Times a cell is started again after its worker died. A cell that itself fails is not started again."""
 
 
 def run_on_ray(
@@ -33,70 +29,53 @@ def run_on_ray(
     progress: Callable[[Report], None] = lambda _: None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Report]:
-    """Run all cells that aren't done on the cluster RAY_ADDRESS names, or on one of this machine alone.
+    """Run all cells that aren't done on the cluster that RAY_ADDRESS names, or on one made of this machine.
 
     Args:
         jobs: Cells that share a GPU; on a CPU, cells at a time.
+
+    The other arguments are those of `run_suite`.
     """
     try:
         import ray
     except ImportError:
         raise ValueError("--engine ray needs Ray: pip install 'threshold-relative-attention[scale]'") from None
     out = out.resolve()
-    reports: dict[str, Report] = {}
-
-    def note(report: Report) -> None:
-        reports[report.name] = report
-        progress(report)
-
-    waiting = prepare_cells(cells, out, retry, note)
+    reports = Reports(progress)
+    waiting = prepare_cells(cells, out, retry, reports)
     address = os.environ.get("RAY_ADDRESS")
     local: Any = {} if address else {"num_cpus": jobs, "include_dashboard": False}
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     try:
         on_gpu = device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        task = ray.remote(num_cpus=1, num_gpus=1 / jobs if on_gpu else 0, max_retries=RETRIES)(_run_cell)
+        task = ray.remote(num_cpus=1, num_gpus=1 / jobs if on_gpu else 0, max_retries=MAX_RESTARTS)(_run_cell)
         environment = cell_environment(out, threads=1)
         begun = time.monotonic()
         pending = {}
         for cell in waiting:
             pending[task.remote(str(out / cell.folder), device, environment)] = cell
-            note(Report(cell.name, "started"))
+            reports.add(Report(cell.name, "started"))
         while pending:
             ended, _ = ray.wait(list(pending), timeout=0.5)
             tick()
             for reference in ended:
                 cell = pending.pop(reference)
-                note(_report(cell, out, functools.partial(ray.get, reference), time.monotonic() - begun))
+                try:
+                    status = ray.get(reference)
+                except Exception as error:  # Ray raises many kinds for a worker that died too often
+                    with (out / cell.folder / "log.txt").open("a") as log:
+                        log.write(f"{type(error).__name__}: {str(error).splitlines()[0]}\n")
+                    status = 1
+                reports.add(report_end(cell, out, status, time.monotonic() - begun))
     finally:
         ray.shutdown()
-    return list(reports.values())
+    return list(reports.newest.values())
 
 
 def _run_cell(folder: str, device: str | None, environment: dict[str, str]) -> int:
-    """In a worker: the cell as a process of its own, which ends with the worker, and saves.
+    """Run a cell in a Ray worker, as a process that saves and ends when the worker dies; return its exit status.
 
-    In a session of its own, since Ray kills what is left of a dead worker's group after 0.2 s, too soon to have saved.
+    The process has a session of its own: Ray kills a dead worker's process group after 0.2 s, too soon to save.
     """
     own = {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "RAY"))}
-    with (Path(folder) / "log.txt").open("ab") as log:
-        command = cell_command(Path(folder), device, None)
-        ran = subprocess.run(
-            command, stdout=log, stderr=log, env=environment | own, check=False, start_new_session=True
-        )
-        return ran.returncode
-
-
-def _report(cell: Cell, out: Path, get: Callable[[], Any], seconds: float) -> Report:
-    try:
-        status = get()
-    except Exception as error:  # whatever Ray has to say about a worker that died too often
-        folder = out / cell.folder
-        with (folder / "log.txt").open("a") as log:
-            log.write(f"{type(error).__name__}: {str(error).splitlines()[0]}\n")
-        return Report(cell.name, "failed", seconds, note_failure(folder, 1))
-    if status == 0:
-        return Report(cell.name, "done", seconds)
-    if status == CUT_OFF:
-        return Report(cell.name, "cut off", seconds)
-    return Report(cell.name, "failed", seconds, note_failure(out / cell.folder, status))
+    return start_cell(Path(folder), device, environment | own, new_session=True).wait()

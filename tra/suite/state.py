@@ -1,4 +1,4 @@
-"""How far a cell has come, read from its folder."""
+"""Read from a cell's folder how far it has come, and record failures there."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from tra.runs.rows import read_rows
 from tra.text.task import Text
 from tra.training.checkpoint import write_atomically
 
-LAST_LINES = 5
+LOG_LINES = 5
+"""Last lines of the log that are recorded with a failure."""
 
 Status = Literal["done", "failed", "cut off", "waiting"]
 
 
 class State(NamedTuple):
+    """How far a cell has come."""
+
     status: Status
     step: int
     last_lines: str = ""
-    """Of a failed cell's log."""
+    """Last lines of a failed cell's log."""
 
 
 class Missing(NamedTuple):
-    """What is left to measure of a trained run."""
+    """What is left to measure of a trained run: splits to evaluate and to diagnose, and windows of the text."""
 
     splits: list[str]
     diagnoses: list[str]
@@ -39,15 +42,15 @@ class Missing(NamedTuple):
 
 
 def missing(run: RunFolder) -> Missing:
-    """Splits to evaluate and diagnose, or windows of the validation text."""
+    """Return what a run's config asks for and its files don't have."""
     config = run.config()
     task = config.task.build()
     if isinstance(task, Text):
         stream = task.stream("valid")
         rows = read_rows(run.perplexity_file)
-        seen = {row["window"] for row in rows if (row["text"], row["overlap"]) == (stream.name, "none")}
+        measured = {row["window"] for row in rows if (row["text"], row["overlap"]) == (stream.name, "none")}
         windows = config.evaluate.windows or windows_that_fit(stream)
-        return Missing([], [], [window for window in windows if window not in seen])
+        return Missing([], [], [window for window in windows if window not in measured])
     splits = list(chosen_splits(task, config.evaluate))
     evaluated, diagnosed = (
         {row["split"] for row in read_rows(file)} for file in (run.evaluation_file, run.diagnosis_file)
@@ -61,12 +64,13 @@ def missing(run: RunFolder) -> Missing:
 
 
 def is_done(folder: Path) -> bool:
-    """Trained, and measured in everything its config asks for."""
+    """Return whether a cell is trained, and measured in everything its config asks for."""
     run = RunFolder(folder)
     return run.config_file.is_file() and run.weights_file.is_file() and missing(run).nothing
 
 
 def state(folder: Path) -> State:
+    """Return how far a cell has come."""
     run = RunFolder(folder)
     rows = read_rows(run.metrics_file)
     step = int(rows[-1]["step"]) if rows else 0
@@ -77,19 +81,21 @@ def state(folder: Path) -> State:
     return State("cut off" if rows or run.weights_file.is_file() else "waiting", step)
 
 
-def note_failure(folder: Path, status: int) -> str:
-    """Remember that a cell failed, with the last lines of its log."""
+def record_failure(folder: Path, status: int) -> str:
+    """Write failed.json with the last lines of the log, and return them."""
     log = folder / "log.txt"
     lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-    last = "\n".join(lines[-LAST_LINES:])
+    last = "\n".join(lines[-LOG_LINES:])
     write_atomically(folder / "failed.json", json.dumps({"status": status, "last_lines": last}) + "\n")
     return last
 
 
 def read_failure(folder: Path) -> dict[str, Any] | None:
+    """Return what `record_failure` wrote, if it did."""
     file = folder / "failed.json"
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def forget_failure(folder: Path) -> None:
+def clear_failure(folder: Path) -> None:
+    """Delete the record of a failure."""
     (folder / "failed.json").unlink(missing_ok=True)

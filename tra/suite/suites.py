@@ -1,4 +1,4 @@
-"""Suites by name: one function each, which returns its tables' cells."""
+"""The suites that have a name: a function each, which returns the cells of its tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RATES = {
 
 
 def _demo(mechanism: str, rate: float, seed: int) -> RunConfig:
-    """The demo's run. Not compiled: a model this small would wait longer for the compiler than it trains."""
+    """Return the demo's config. It is not compiled: that would take longer than training so small a model."""
     return preset("demo").override(
         [f"model.mechanism={mechanism}", f"optim.lr={rate}", f"train.seed={seed}", "train.compile=off"]
     )
@@ -60,7 +60,7 @@ def rivals_rates() -> Suite:
 
 LANGUAGE_VARIANTS: dict[str, list[str]] = {
     "tra": [],
-    "tra-slow": ["model.gate_bias=3"],  # gates that begin by forgetting after hundreds of kept keys, not tens
+    "tra-slow": ["model.gate_bias=3"],  # gates that at first forget after hundreds of kept keys, not tens
     "rope": ["model.mechanism=rope", "model.qk_norm=false"],
     "rope-norm": ["model.mechanism=rope", "model.qk_norm=true"],
     "forgetting": ["model.mechanism=forgetting", "model.qk_norm=false"],
@@ -69,24 +69,23 @@ LANGUAGE_VARIANTS: dict[str, list[str]] = {
 }
 """What `language-rates` compares, as changes to `wikitext-quick`."""
 
-
-SEARCHED = (5e-4, 1e-3, 2e-3)
+SEARCHED_RATES = (5e-4, 1e-3, 2e-3)
 
 
 def language_rates() -> Suite:
     """The paper's language models in 1,500 steps, judged at the window they train on: rates, norms, blocks, gates.
 
-    What was plain with pre-norm (1e-3 for those without norm, slow gates no gain) isn't searched again with the
-    authors' block.
+    What pre-norm runs showed (1e-3 is best for those without norm, slow gates gain nothing) isn't searched again with
+    the authors' block.
     """
     data = ["task.arguments.data=data/enwiki2015", "train.steps=1500", "train.seed=100", "evaluate.windows=[128]"]
-    rates = {"tra": SEARCHED, "rope-norm": SEARCHED, "forgetting-norm": SEARCHED, "cope": (2.5e-4, *SEARCHED)}
+    rates = dict.fromkeys(("tra", "rope-norm", "forgetting-norm"), SEARCHED_RATES) | {"cope": (2.5e-4, *SEARCHED_RATES)}
     cells = []
     for name, changes in LANGUAGE_VARIANTS.items():
         for rate in rates.get(name, (1e-3,)):
             settings = [*data, *changes, f"optim.lr={rate}"]
             cells.append(Cell(f"{name}-{rate}", preset("wikitext-quick").override(settings), f"{name}, {rate:g}"))
-        for rate in SEARCHED if name != "cope" else ():
+        for rate in SEARCHED_RATES if name != "cope" else ():
             settings = [*data, *changes, "model.block=pre", f"optim.lr={rate}"]
             row = f"{name}, pre-norm, {rate:g}"
             cells.append(Cell(f"{name}-pre-{rate}", preset("wikitext-quick").override(settings), row))
@@ -104,7 +103,7 @@ LENGTH_RATES = {
 def lengths() -> Suite:
     """Copy, induct and instruct at the paper's size, TRA and RoPE, one seed, at the rates of `lengths-rates`.
 
-    On copy RoPE's broke down after 5,000 steps, more than the search has; the next lower one stands beside it.
+    On copy RoPE broke down at its rate after 5,000 steps, more than the search has; so the next lower rate is run too.
     """
 
     def cell(task: str, mechanism: str, rate: float, name: str, row: str = "") -> Cell:
@@ -133,10 +132,10 @@ def lengths_rates() -> Suite:
 SEEDS = (0, 1, 2, 3)
 
 
-def _grid(
+def _grid_cells(
     presets: Sequence[str], seeds: Sequence[int] = SEEDS, changes: Sequence[str] = (), label: str = ""
 ) -> list[Cell]:
-    """Every mechanism on every preset."""
+    """Return the cells of every mechanism on every preset."""
     return [
         Cell(
             f"{label or name}-{mechanism}-{seed}",
@@ -149,7 +148,7 @@ def _grid(
     ]
 
 
-def _cost(name: str, sizes: dict[str, list[str]], changes: Sequence[str]) -> list[Cell]:
+def _cost_cells(name: str, sizes: dict[str, list[str]], changes: Sequence[str]) -> list[Cell]:
     return [
         Cell(
             f"cost-{size}-{mechanism}",
@@ -168,16 +167,16 @@ def paper() -> Suite:
     """The paper's tables, every mechanism, four seeds: weeks of one GPU. Rates are the presets', the same for all."""
     window = ["task.arguments.window=256", "train.steps=20000", "evaluate.windows=[256]"]
     return {
-        "flipflop": Part(_grid(["flipflop"])),
-        "copy-induct": Part(_grid(["copy", "copy-small", "induct", "induct-small"])),
-        "instruct": Part(_grid(["instruct"])),
-        "language": Part(_grid(["wikitext"]), "perplexity"),
-        "cost": Part(_cost("wikitext", {"tiny": TINY, "medium": []}, window), "cost"),
+        "flipflop": Part(_grid_cells(["flipflop"])),
+        "copy-induct": Part(_grid_cells(["copy", "copy-small", "induct", "induct-small"])),
+        "instruct": Part(_grid_cells(["instruct"])),
+        "language": Part(_grid_cells(["wikitext"]), "perplexity"),
+        "cost": Part(_cost_cells("wikitext", {"tiny": TINY, "medium": []}, window), "cost"),
     }
 
 
 def paper_quick() -> Suite:
-    """The same in miniature, on a CPU, two seeds: what the tables look like, not what they say."""
+    """The same in miniature, on a CPU, two seeds: the form of the tables, without their results."""
     small = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.batch_size=16", "train.compile=off"]
     short = [*small, "train.steps=60", "train.log_every=20", "train.checkpoint_every=20", "evaluate.examples=20"]
     lengths = ["task.arguments.longest=8", "evaluate.examples_of={}", 'evaluate.splits=["iid","9-16","8x"]']
@@ -186,12 +185,12 @@ def paper_quick() -> Suite:
     text = [*short, "evaluate.windows=[128,256]"]
     instruct = [*short, "task.arguments.longest=8", 'evaluate.splits=["iid"]']
     return {
-        "flipflop": Part(_grid(["demo"], few, flipflop, "flipflop")),
-        "copy-induct": Part(_grid(["copy-quick", "induct-quick"], few, [*short, *lengths])),
-        "instruct": Part(_grid(["instruct-quick"], few, instruct)),
-        "language": Part(_grid(["text-demo"], few, text, "language"), "perplexity"),
+        "flipflop": Part(_grid_cells(["demo"], few, flipflop, "flipflop")),
+        "copy-induct": Part(_grid_cells(["copy-quick", "induct-quick"], few, [*short, *lengths])),
+        "instruct": Part(_grid_cells(["instruct-quick"], few, instruct)),
+        "language": Part(_grid_cells(["text-demo"], few, text, "language"), "perplexity"),
         "cost": Part(
-            _cost(
+            _cost_cells(
                 "text-demo",
                 {"tiny": [], "wider": ["model.d_model=64"]},
                 [*text, "task.arguments.window=256", "evaluate.windows=[256]"],
@@ -213,10 +212,10 @@ SUITES: dict[str, Callable[[], Suite]] = {
 
 
 def suite(name: str) -> Suite:
-    """By name, or FILE.py:FUNCTION."""
+    """Return a suite by its name, or by FILE.py:FUNCTION."""
     return load_suite(name, SUITES)
 
 
 def cells(name: str, only: Sequence[str] = ()) -> list[Cell]:
-    """Of a suite, by name."""
+    """Return the cells of a suite, as `cells_of` chooses them."""
     return cells_of(suite(name), only)

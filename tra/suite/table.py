@@ -1,4 +1,4 @@
-"""The tables of a suite, from what its cells have so far: mean, spread, number of seeds, the best and the worst."""
+"""Make the tables of a suite from the cells that are done: mean, spread, number of seeds, the best and the worst."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Entry:
     column: str
     mean: float
     deviation: float | None
-    """Of the seeds, with n - 1; None of one."""
+    """Standard deviation over seeds, with n - 1; None for one seed."""
     seeds: int
     best: float
     worst: float
 
 
 def table(suite: Suite, out: Path, is_finished: Callable[[Path], bool] = is_done) -> list[Entry]:
-    """Of the cells that are done."""
+    """Return all entries, from the cells that are done."""
     return [entry for name, part in suite.items() for entry in _entries(name, part, out, is_finished)]
 
 
@@ -42,43 +42,36 @@ def _entries(name: str, part: Part, out: Path, is_finished: Callable[[Path], boo
     for cell in part.cells:
         folder = out / cell.folder
         if is_finished(folder):
-            for column, value in _measured(part, cell, RunFolder(folder)).items():
+            for column, value in _measurements(part, cell, RunFolder(folder)).items():
                 values.setdefault((row_of(cell), column), []).append(value)
-    higher_is_better = part.measure == "exact"
+    best, worst = (max, min) if part.measure == "exact" else (min, max)
     entries = []
     for (row, column), found in values.items():
-        entries.append(
-            Entry(
-                name,
-                row,
-                column,
-                statistics.fmean(found),
-                statistics.stdev(found) if len(found) > 1 else None,
-                len(found),
-                max(found) if higher_is_better else min(found),
-                min(found) if higher_is_better else max(found),
-            )
-        )
+        deviation = statistics.stdev(found) if len(found) > 1 else None
+        mean = statistics.fmean(found)
+        entries.append(Entry(name, row, column, mean, deviation, len(found), best(found), worst(found)))
     return entries + (_ratios(name, values) if part.measure == "cost" else [])
 
 
 def row_of(cell: Cell) -> str:
+    """Return the row of a cell."""
     return cell.row or cell.config.model.mechanism
 
 
-def _measured(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
+def _measurements(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
+    """Return the values of a cell by column."""
     if part.measure == "exact":
         return {row["split"]: row["exact"] for row in read_rows(run.evaluation_file)}
     if part.measure == "perplexity":
         return {f"{row['text']}, {row['window']:,}": row["perplexity"] for row in read_rows(run.perplexity_file)}
     rows = read_rows(run.metrics_file)
     size = cell.config.train.batch_size * cell.config.task.build().size("train")
-    speeds = [row["tokens_per_second"] for row in rows[1:] or rows]  # the first line has the compiler in it
+    speeds = [row["tokens_per_second"] for row in rows[1:] or rows]  # the first line includes compilation
     return {"ms a step": 1e3 * size / statistics.median(speeds)}
 
 
 def _ratios(name: str, values: dict[tuple[str, str], list[float]]) -> list[Entry]:
-    """Each row over RoPE's of the same size."""
+    """Return entries of each row divided by RoPE's of the same size."""
     found = []
     for (row, column), own in values.items():
         size, _, _ = row.rpartition(", ")
@@ -90,24 +83,24 @@ def _ratios(name: str, values: dict[tuple[str, str], list[float]]) -> list[Entry
 
 
 def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
-    """A table per part; `mean ± deviation (n)`, and the worst where seeds differ."""
+    """Return a table per part: `mean ± deviation (worst …)`, or the mean alone where seeds don't differ."""
     lines: list[str] = []
     for name, part in suite.items():
-        mine = [entry for entry in entries if entry.part == name]
+        of_part = [entry for entry in entries if entry.part == name]
         rows = {row_of(cell): len([c for c in part.cells if row_of(c) == row_of(cell)]) for cell in part.cells}
-        columns = list(dict.fromkeys(entry.column for entry in mine))
-        done = len({entry.row for entry in mine})
+        columns = list(dict.fromkeys(entry.column for entry in of_part))
+        done = len({entry.row for entry in of_part})
         lines += [f"## {name}", ""]
         if done < len(rows):
             lines += [f"{done} of {len(rows)} rows so far.", ""]
-        if not mine:
+        if not of_part:
             continue
         lines += ["| | seeds | " + " | ".join(columns) + " |", "|---|---|" + "---|" * len(columns)]
-        by_place = {(entry.row, entry.column): entry for entry in mine}
-        for row in (row for row in rows if any(entry.row == row for entry in mine)):
-            here = [by_place.get((row, column)) for column in columns]
-            seeds = max(entry.seeds for entry in here if entry)
-            cells = ["" if entry is None else _text(entry) for entry in here]
+        by_position = {(entry.row, entry.column): entry for entry in of_part}
+        for row in (row for row in rows if any(entry.row == row for entry in of_part)):
+            in_row = [by_position.get((row, column)) for column in columns]
+            seeds = max(entry.seeds for entry in in_row if entry)
+            cells = ["" if entry is None else _text(entry) for entry in in_row]
             lines.append(f"| {row} | {seeds} of {rows[row]} | " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines).strip() + "\n"
@@ -120,6 +113,7 @@ def _text(entry: Entry) -> str:
 
 
 def as_csv(entries: Sequence[Entry]) -> str:
+    """Return a line per entry."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Entry.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
@@ -128,5 +122,6 @@ def as_csv(entries: Sequence[Entry]) -> str:
 
 
 def as_json(entries: Sequence[Entry]) -> str:
+    """Return a list of objects, one per entry."""
     rows: list[dict[str, Any]] = [asdict(entry) for entry in entries]
     return json.dumps(rows, indent=2) + "\n"

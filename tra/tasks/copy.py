@@ -1,11 +1,11 @@
-"""Copy: say again what was said.
+"""Copy: repeat the input.
 
     <bos> c a b <sep> c a b <eos>
                 └ loss and score from here on: c, a, b, <eos>
 
-A large alphabet makes each symbol nearly unique, so content alone finds the place; a small one repeats, so the model
-must keep count. The two fail differently. The paper trains on "input length 50", which we read as up to 50; its format
-and alphabet aren't known to us, so these are ours.
+With a large alphabet each symbol is nearly unique, so content alone finds what comes next; with a small one symbols
+repeat, so the model must count. The two fail differently. The paper trains on "input length 50", which we read as up to
+50; its format and alphabet aren't known to us, so these are ours.
 """
 
 from __future__ import annotations
@@ -14,20 +14,11 @@ from typing import ClassVar
 
 import torch
 
-from tra.tasks._base import Batch, Lengths, Task, buckets, check_range, draw_lengths, letters, shifted
+from tra.tasks.base import Batch, Task, check_lengths, draw_lengths, length_splits, next_symbol_batch
+from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
-PAD, BOS, SEP, EOS = range(4)
-SPECIAL = ("<pad>", "<bos>", "<sep>", "<eos>")
-FIRST = len(SPECIAL)
 LARGE, SMALL = 64, 4
 """Alphabets in which symbols rarely repeat, and in which they always do."""
-
-
-def length_splits(shortest: int, longest: int) -> dict[str, Lengths]:
-    """Training lengths, buckets up to six times as long, and a ladder far beyond."""
-    bucketed = buckets(*(longest * k for k in range(1, 7)))
-    ladder = {f"{by}x": Lengths(longest * by, longest * by) for by in (8, 16, 64)}
-    return {"train": Lengths(shortest, longest), "iid": Lengths(shortest, longest)} | bucketed | ladder
 
 
 class Copy(Task):
@@ -42,19 +33,19 @@ class Copy(Task):
     name: ClassVar[str] = "copy"
 
     def __init__(self, alphabet: int = LARGE, shortest: int = 1, longest: int = 50) -> None:
-        check_range(self.name, shortest, longest, least=1)
+        check_lengths(self.name, shortest, longest, least=1)
         super().__init__(length_splits(shortest, longest))
-        self.vocabulary = SPECIAL + letters(alphabet)
+        self.vocabulary = SPECIAL_SYMBOLS + letters(alphabet)
         self.alphabet = alphabet
 
     def size(self, split: str) -> int:
         return 2 * self.lengths(split).longest + 3
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         lengths = self.lengths(split)
         n = draw_lengths(lengths, batch_size, generator, device)
         shape = (batch_size, lengths.longest)
-        x = torch.randint(FIRST, FIRST + self.alphabet, shape, generator=generator, device=device)
+        x = torch.randint(FIRST_ID, FIRST_ID + self.alphabet, shape, generator=generator, device=device)
         place = torch.arange(self.size(split), device=device)[None]
         source = torch.where(place <= n, place - 1, place - n - 2).clamp(0, lengths.longest - 1)
         tokens = x.gather(1, source)
@@ -62,4 +53,4 @@ class Copy(Task):
         tokens = torch.where(place == n + 1, SEP, tokens)
         tokens = torch.where(place == 2 * n + 2, EOS, tokens)
         tokens = torch.where(place > 2 * n + 2, PAD, tokens)
-        return shifted(tokens, (place > n) & (place < 2 * n + 2))
+        return next_symbol_batch(tokens, (place > n) & (place < 2 * n + 2))

@@ -4,7 +4,7 @@
     │    │         │         │
     │    │         │         └ the last written bit is 0 now
     │    │         └ read: the last written bit, 1
-    │    └ ignore: whatever follows, the memory stays
+    │    └ ignore: the remembered bit stays, whatever follows
     └ write 1
 
 Each instruction is a letter and a bit. The first writes, the last reads, the others ignore with probability p and
@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tra.tasks._base import Batch, Lengths, Task, shifted
+from tra.tasks.base import Batch, Lengths, Task, next_symbol_batch
 
 WRITE, READ, IGNORE, ZERO = range(4)
 
@@ -49,7 +49,7 @@ class FlipFlop(Task):
     def ignore_probability(self, split: str) -> float:
         return {"sparse": 0.98, "dense": 0.1}.get(split, 0.8)
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         shape = (batch_size, self.size(split) // 2)
         ignore = self.ignore_probability(split)
         chance = torch.rand(shape, generator=generator, device=device)
@@ -59,14 +59,19 @@ class FlipFlop(Task):
         index = torch.arange(shape[1], device=device)
         last_write = torch.where(instruction == WRITE, index, 0).cummax(1).values
         bit = torch.where(instruction == READ, bit.gather(1, last_write), bit)
-        return from_tokens(torch.stack([instruction, bit + ZERO], dim=-1).flatten(1))
+        return self.batch_of(torch.stack([instruction, bit + ZERO], dim=-1).flatten(1))
+
+    @staticmethod
+    def batch_of(tokens: Tensor) -> Batch:
+        """Return whole sequences `[B, T]` as a batch that scores the bit after each read."""
+        return next_symbol_batch(tokens, tokens == READ)
 
     def render(self, tokens: Tensor) -> str:
-        """Without spaces, as the hub's rows are written: `w1i0r1`."""
+        """Return a sequence without spaces, in the form of the hub's rows: `w1i0r1`."""
         return "".join(self.vocabulary[token] for token in tokens.tolist())
 
     def parse(self, row: str) -> Tensor:
-        """A text row such as `w1i0r1` -> `[T]`. A row that breaks the rules of the language is refused."""
+        """Return the ids `[T]` of a row such as `w1i0r1`, which must follow the rules of the language."""
         ids = [self.vocabulary.index(symbol) if symbol in self.vocabulary else -1 for symbol in row]
         if len(ids) < 4 or len(ids) % 2 or ids[0] != WRITE:
             raise ValueError(f"a flip-flop row has an even length and starts with w, got {row[:20]!r}")
@@ -82,7 +87,7 @@ class FlipFlop(Task):
         return torch.tensor(ids)
 
     def read_rows(self, path: Path | str) -> Tensor:
-        """All rows of a text file in the form of the hub's `synthseq/flipflop` -> `[N, T]`."""
+        """Return all rows of a text file in the form of the hub's `synthseq/flipflop`, `[N, T]`."""
         rows: list[Tensor] = []
         for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
             if not line.strip():
@@ -96,8 +101,3 @@ class FlipFlop(Task):
         if not rows:
             raise ValueError(f"{path} has no rows")
         return torch.stack(rows)
-
-
-def from_tokens(tokens: Tensor) -> Batch:
-    """`[B, T]` whole sequences -> a batch that scores the bit after each read."""
-    return shifted(tokens, tokens == READ)

@@ -1,11 +1,11 @@
-"""Induct: find the only earlier occurrence of a symbol, and say what followed it.
+"""Induct: find the only earlier occurrence of a symbol, and give the symbol after it.
 
     <bos> c a b d <sep> a b
                         │ └ the answer: b followed the only a. Loss and score are on it alone
                         └ the question
 
-With a small alphabet the other symbols repeat all the time; the question's never does. An input has at least two
-symbols, and the question is never its last, so that something follows it. Format and alphabet are ours, as in copy.
+With a small alphabet the other symbols repeat; the one asked for never does. An input has at least two symbols, and the
+one asked for is never the last, so that another follows. Format and alphabet are ours, as in copy.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import ClassVar
 
 import torch
 
-from tra.tasks._base import Batch, Task, check_range, draw_lengths, letters, shifted
-from tra.tasks.copy import BOS, FIRST, LARGE, PAD, SEP, SPECIAL, length_splits
+from tra.tasks.base import Batch, Task, check_lengths, draw_lengths, length_splits, next_symbol_batch
+from tra.tasks.copy import LARGE
+from tra.tasks.symbols import BOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
 
 class Induct(Task):
@@ -30,15 +31,15 @@ class Induct(Task):
     name: ClassVar[str] = "induct"
 
     def __init__(self, alphabet: int = LARGE, shortest: int = 2, longest: int = 50) -> None:
-        check_range(self.name, shortest, longest, least=2)
+        check_lengths(self.name, shortest, longest, least=2)
         super().__init__(length_splits(shortest, longest))
-        self.vocabulary = SPECIAL + letters(alphabet)
+        self.vocabulary = SPECIAL_SYMBOLS + letters(alphabet)
         self.alphabet = alphabet
 
     def size(self, split: str) -> int:
         return self.lengths(split).longest + 4
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         lengths = self.lengths(split)
         n = draw_lengths(lengths, batch_size, generator, device)
         question = torch.randint(self.alphabet, (batch_size, 1), generator=generator, device=device)
@@ -50,10 +51,10 @@ class Induct(Task):
         answer = x.gather(1, where + 1)
         x = x.scatter(1, where, question)
         place = torch.arange(self.size(split), device=device).expand(batch_size, -1)
-        tokens = x.gather(1, (place - 1).clamp(0, lengths.longest - 1)) + FIRST
+        tokens = x.gather(1, (place - 1).clamp(0, lengths.longest - 1)) + FIRST_ID
         tokens = torch.where(place == 0, BOS, tokens)
         tokens = torch.where(place == n + 1, SEP, tokens)
-        tokens = torch.where(place == n + 2, question + FIRST, tokens)
-        tokens = torch.where(place == n + 3, answer + FIRST, tokens)
+        tokens = torch.where(place == n + 2, question + FIRST_ID, tokens)
+        tokens = torch.where(place == n + 3, answer + FIRST_ID, tokens)
         tokens = torch.where(place > n + 3, PAD, tokens)
-        return shifted(tokens, place == n + 2)
+        return next_symbol_batch(tokens, place == n + 2)

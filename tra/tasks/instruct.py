@@ -12,8 +12,8 @@
     map       c a b d    ->  each symbol through one fixed permutation
     keep      c a* b d*  ->  a d           the marked ones, without their mark
 
-An input may be empty, and so may an output. The paper has a set of this kind; which operations it holds isn't known
-to us, so these seven are ours.
+Inputs and outputs may be empty. The paper has a set of this kind; its operations aren't known to us, so these seven are
+ours.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tra.tasks._base import Batch, Lengths, Task, buckets, check_range, draw_lengths, letters, shifted
-from tra.tasks.copy import BOS, EOS, FIRST, PAD, SEP, SPECIAL
+from tra.tasks.base import Batch, Lengths, Task, check_lengths, draw_lengths, length_buckets, next_symbol_batch
+from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
 OPERATIONS = ("copy", "reverse", "first", "last", "swap", "map", "keep")
 COPY, REVERSE, TAKE_FIRST, TAKE_LAST, SWAP, MAP, KEEP = range(len(OPERATIONS))
-FIRST_SYMBOL = FIRST + len(OPERATIONS)
+FIRST_SYMBOL = FIRST_ID + len(OPERATIONS)
 
 
 class Instruct(Task):
     """Splits: `train` and `iid` (lengths 0-50), `51-100`, `101-200`, … `401-500`.
 
     Args:
-        alphabet: Number of symbols, not counting their marked twins.
+        alphabet: Number of symbols, not counting the marked ones.
         shortest: Shortest training input; may be 0.
         longest: Longest training input, which also sets the test lengths.
     """
@@ -44,13 +44,13 @@ class Instruct(Task):
     name: ClassVar[str] = "instruct"
 
     def __init__(self, alphabet: int = 26, shortest: int = 0, longest: int = 50) -> None:
-        check_range(self.name, shortest, longest, least=0)
+        check_lengths(self.name, shortest, longest, least=0)
         if longest < 1:
             raise ValueError(f"instruct needs a longest input of at least 1, got {longest}")
         own = Lengths(shortest, longest)
-        super().__init__({"train": own, "iid": own} | buckets(*(longest * k for k in (1, 2, 4, 6, 8, 10))))
+        super().__init__({"train": own, "iid": own} | length_buckets(*(longest * k for k in (1, 2, 4, 6, 8, 10))))
         plain = letters(alphabet)
-        self.vocabulary = SPECIAL + OPERATIONS + plain + tuple(symbol + "*" for symbol in plain)
+        self.vocabulary = SPECIAL_SYMBOLS + OPERATIONS + plain + tuple(symbol + "*" for symbol in plain)
         self.alphabet = alphabet
         permutation = list(range(alphabet))
         random.Random(0).shuffle(permutation)
@@ -60,7 +60,7 @@ class Instruct(Task):
     def size(self, split: str) -> int:
         return 2 * self.lengths(split).longest + 4
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         lengths = self.lengths(split)
         width = lengths.longest
         n = draw_lengths(lengths, batch_size, generator, device)
@@ -76,14 +76,14 @@ class Instruct(Task):
         answer = y.gather(1, (place - n - 3).clamp(0, width - 1))
         tokens = torch.where(place > n + 2, answer, tokens) + FIRST_SYMBOL
         tokens = torch.where(place == 0, BOS, tokens)
-        tokens = torch.where(place == 1, operation + FIRST, tokens)
+        tokens = torch.where(place == 1, operation + FIRST_ID, tokens)
         tokens = torch.where(place == n + 2, SEP, tokens)
         tokens = torch.where(place == n + m + 3, EOS, tokens)
         tokens = torch.where(place > n + m + 3, PAD, tokens)
-        return shifted(tokens, (place >= n + 2) & (place <= n + m + 2))
+        return next_symbol_batch(tokens, (place >= n + 2) & (place <= n + m + 2))
 
     def _answer(self, operation: Tensor, x: Tensor, marked: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs `[B, width]`, right-filled with anything, and their lengths `[B, 1]`."""
+        """Return the outputs `[B, width]`, with arbitrary symbols after their end, and their lengths `[B, 1]`."""
         index = torch.arange(x.shape[1], device=x.device).expand_as(x)
         partner = torch.where((index ^ 1) < n, index ^ 1, index)
         sources = torch.stack(  # in the order of OPERATIONS
@@ -105,7 +105,7 @@ class Instruct(Task):
         return y, torch.where(operation == KEEP, marked.sum(1, keepdim=True), m)
 
     def _permutation(self, device: torch.device) -> Tensor:
-        """Copied to a device once: a copy would wait for it every time."""
+        """Return the permutation on a device. It is copied once, since every copy would wait for the device."""
         if device not in self._on_device:
             self._on_device[device] = torch.tensor(self.permutation, device=device)
         return self._on_device[device]

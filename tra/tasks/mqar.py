@@ -4,8 +4,8 @@
     └ pairs ──┘     │  └ the value that came with k1: loss and score are on it
                     └ a question
 
-Every key is asked once. Between the questions stand blanks, so longer splits ask the same number of questions over a
-greater distance. In contrast to the original the answer is shown after its question, as in any language model.
+Every key is asked for once. Blanks stand between the questions, so longer splits ask the same number of questions over
+a greater distance. Unlike in the original, the answer is shown after its question, as in any language model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from tra.tasks._base import Batch, Lengths, Task, shifted
+from tra.tasks.base import Batch, Lengths, Task, next_symbol_batch
 
 
 class MultiQueryRecall(Task):
@@ -22,9 +22,9 @@ class MultiQueryRecall(Task):
 
     Args:
         length: Tokens of a training sequence; even, and room for all pairs twice.
-        pairs: Keys with their values.
-        keys: Different keys there are.
-        values: Different values there are.
+        pairs: Number of keys, each with a value.
+        keys: Number of different keys.
+        values: Number of different values.
     """
 
     name: ClassVar[str] = "mqar"
@@ -43,7 +43,7 @@ class MultiQueryRecall(Task):
     def size(self, split: str) -> int:
         return self.lengths(split).longest
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         length = self.size(split)
         pairs = self.pairs
 
@@ -57,4 +57,4 @@ class MultiQueryRecall(Task):
         tokens[:, : 2 * pairs] = torch.stack([key, value], dim=-1).flatten(1)
         tokens.scatter_(1, asked_at, key).scatter_(1, asked_at + 1, value)
         asked = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, asked_at, True)
-        return shifted(tokens, asked)
+        return next_symbol_batch(tokens, asked)

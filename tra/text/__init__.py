@@ -1,4 +1,4 @@
-"""Text for language models: tokenizers, sources, and the token stores that are made from them."""
+"""Text for language models: tokenizers, sources of text, and the token stores made from them."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ __all__ = ["VOCABULARIES", "TokenStore", "Tokenizer", "load_tokenizer", "shipped
 
 
 def shipped_text() -> Path:
-    """A small text that comes with the package: Alice's Adventures in Wonderland, in the public domain."""
+    """Return the text that ships with the package: Alice's Adventures in Wonderland, in the public domain."""
     return Path(__file__).with_name("alice.txt")

@@ -1,4 +1,4 @@
-"""Sources become token stores: all of them or, whatever happens, none."""
+"""Make token stores from sources: all of them or, whatever happens, none."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from tra.runs.whole_folders import folder_beside
-from tra.text._workers import WorkerError, encode_all
+from tra.text.encode import encode_parts
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter
 from tra.text.tokenizer import Tokenizer
 
-__all__ = ["NoSpaceError", "WorkerError", "prepare"]
-
 Progress = Callable[[str, int, int], None]
-"""Called with a store's name, the bytes read for it, and all there are (0 if unknown)."""
-
-SMALL = 4 * 2**20
-"""Bytes of sources below which processes of their own take longer to start than to help."""
+"""Called with the name of a store, the bytes read for it so far, and those of all its sources (0 if unknown)."""
 
 
 class NoSpaceError(Exception):
-    """The disk took no more. Nothing was left behind."""
+    """The disk is full. Nothing was left behind."""
 
 
 def prepare(
@@ -40,11 +35,15 @@ def prepare(
     overwrite: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict[str, dict[str, Any]]:
-    """Make the store `folder`; its bytes don't depend on `jobs`.
+    """Make the store `folder`, and return its manifest by its path.
 
-    A source that comes in splits (a WikiText folder, a dataset of the hub) becomes the stores folder/train,
-    folder/valid and folder/test; with `hold_out`, the last so many documents become folder/valid and the rest
-    folder/train. Returns manifests by the path of their store.
+    A source with splits (a WikiText folder, a dataset of the hub) becomes the stores folder/train, folder/valid and
+    folder/test.
+
+    Args:
+        jobs: Threads that encode; one per core by default. The bytes of a store don't depend on it.
+        hold_out: Documents at the end that become folder/valid; the rest becomes folder/train.
+        overwrite: Replace the store that is in the folder.
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
@@ -56,20 +55,20 @@ def prepare(
     splits = find_sources(sources, format)
     if hold_out and len(splits) > 1:
         raise ValueError(f"{sources[0]} has splits of its own ({', '.join(splits)}), so there is nothing to hold out")
-    if jobs is None:
-        text = sum(source.size or SMALL for found in splits.values() for source in found if source.is_text)
-        jobs = _cores() if text >= SMALL else 1
+    jobs = jobs or _count_cores()
     manifests: dict[str, dict[str, Any]] = {}
     try:
         with folder_beside(target, "preparing", "prepared") as temporary:
             for name, found in splits.items():
-                place = temporary / "store" / ("train" if hold_out else name)
-                place.parent.mkdir(exist_ok=True)
-                held = (hold_out, temporary / "store" / "valid") if hold_out else None
+                store = temporary / "store" / ("train" if hold_out else name)
+                store.parent.mkdir(exist_ok=True)
+                held_out = (hold_out, temporary / "store" / "valid") if hold_out else None
                 label = name or target.name
-                written = _write(found, place, tokenizer, jobs, held, lambda *done, label=label: progress(label, *done))
+                written = _write_store(
+                    found, store, tokenizer, jobs, held_out, lambda *done, label=label: progress(label, *done)
+                )
                 manifests |= {str(folder / path.relative_to(temporary / "store")): facts for path, facts in written}
-            _check_target(target, overwrite)  # it may have come since
+            _check_target(target, overwrite)  # another process may have made it meanwhile
             _replace(target, temporary)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -79,14 +78,15 @@ def prepare(
     return manifests
 
 
-def _write(
+def _write_store(
     sources: list[Source],
-    place: Path,
+    folder: Path,
     tokenizer: Tokenizer,
     jobs: int,
-    held: tuple[int, Path] | None,
+    held_out: tuple[int, Path] | None,
     progress: Callable[[int, int], None],
 ) -> list[tuple[Path, dict[str, Any]]]:
+    """Write a store, and one of `held_out` documents if asked; return their folders and manifests."""
     total = sum(source.size for source in sources)
     read = 0
 
@@ -96,39 +96,39 @@ def _write(
         progress(read, total)
 
     parts = (part for source in sources for part in source.parts(tokenizer, report))
-    jobs = jobs if any(source.is_text for source in sources) else 1
-    with StoreWriter(place, tokenizer) as writer, contextlib.closing(encode_all(parts, tokenizer, jobs)) as encoded:
+    with StoreWriter(folder, tokenizer) as writer, contextlib.closing(encode_parts(parts, tokenizer, jobs)) as encoded:
         for part in encoded:
             writer.add(part)
         facts = [fact for source in sources for fact in source.facts()]
         names = ", ".join(fact["name"] for fact in facts)
         if not writer.documents:
             raise ValueError(f"{names}: there is no text in it" if len(facts) == 1 else f"no text in any of {names}")
-        if held is None:
-            return [(place, writer.seal(facts))]
-        count, held_place = held
+        if held_out is None:
+            return [(folder, writer.seal(facts))]
+        count, held_out_folder = held_out
         if count >= writer.documents:
             raise ValueError(f"can't hold out {count:,} of {writer.documents:,} documents: none would be left")
-        with StoreWriter(held_place, tokenizer) as other:
+        with StoreWriter(held_out_folder, tokenizer) as other:
             writer.move_last(count, other)
-            return [(place, writer.seal(facts)), (held_place, other.seal(facts))]
+            return [(folder, writer.seal(facts)), (held_out_folder, other.seal(facts))]
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds anything but stores, or stores without `overwrite`."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
         raise ValueError(f"{folder} exists already: use --overwrite to replace it")
-    if (other := _more_than_stores(folder)) is not None:
+    if (other := _other_content(folder)) is not None:
         raise ValueError(f"{folder} is not only a token store ({other} is in it), so it is not overwritten")
 
 
-def _more_than_stores(folder: Path) -> str | None:
-    """Something in the folder, or the folder itself, that no preparation has made."""
+def _other_content(folder: Path) -> str | None:
+    """Return the name of something in the folder, or of the folder, that `prepare` did not make."""
     if not folder.is_dir():
         return folder.name
     stores = [folder] if (folder / FILES[0]).exists() else [folder / path.name for path in sorted(folder.iterdir())]
@@ -146,6 +146,7 @@ def _more_than_stores(folder: Path) -> str | None:
 
 
 def _replace(folder: Path, temporary: Path) -> None:
+    """Move the finished stores into place, and an old folder out of the way, to be deleted."""
     if folder.exists():
         folder.rename(temporary / "replaced")
     (temporary / "store").rename(folder)

@@ -1,4 +1,4 @@
-"""Sources of text, told apart by name, and their documents, streamed: never is a whole corpus in memory.
+"""Find sources of text by their names, and stream their documents, so that no corpus is ever whole in memory.
 
 | format | names | documents |
 |---|---|---|
@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tra.text._files import COMPRESSIONS, SourceFile, lines_of
-from tra.text._formats import Cutter, Piece, articles, json_texts, token_documents, token_ids
-from tra.text._hub import PREFIX, HubSplit, hub_splits
-from tra.text.store import SPLITS, Encoded
+from tra.text.formats import DocumentSplitter, TextPart, articles, json_texts, token_documents, token_ids
+from tra.text.hub_datasets import PREFIX, HubSplit, hub_splits
+from tra.text.source_files import COMPRESSIONS, SourceFile, split_lines
+from tra.text.store import SPLITS, TokenPart
 from tra.text.tokenizer import Tokenizer
 
 FORMATS = ("auto", "wikitext", "text", "jsonl", "jsonl-titled", "tokens")
@@ -32,15 +32,13 @@ _ENDINGS = {".txt": "text", ".jsonl": "jsonl", ".bin": "tokens"}
 
 
 class Source(Protocol):
-    """Something that holds documents. They are read once; `facts`, for the manifest, are whole after that."""
-
-    is_text: bool
+    """Documents that are read once, in order. `facts`, for the manifest, are complete after that."""
 
     @property
     def size(self) -> int:
-        """Bytes that reading will report; 0 if that isn't known."""
+        """Bytes that reading will report; 0 if unknown."""
 
-    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[Piece | Encoded]: ...
+    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[TextPart | TokenPart]: ...
 
     def facts(self) -> list[dict[str, Any]]: ...
 
@@ -51,30 +49,29 @@ class FileSource:
     def __init__(self, paths: Sequence[Path], form: str) -> None:
         self.files = [SourceFile(path) for path in paths]
         self.form = form
-        self.is_text = form != "tokens"
         self.size = sum(file.size for file in self.files)
 
-    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[Piece | Encoded]:
+    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[TextPart | TokenPart]:
         if self.form == "tokens":
             stream = (ids for file in self.files for ids in token_ids(file.blocks(report), file.path, tokenizer))
             yield from token_documents(stream, tokenizer)
             return
-        cutter = Cutter()
+        splitter = DocumentSplitter()
         for file in self.files:
             text = file.text(report)
             if self.form == "wikitext":
-                for begins, line in articles(lines_of(text)):
+                for begins, line in articles(split_lines(text)):
                     if begins:
-                        yield from cutter.end()
-                    yield from cutter.add(line)
+                        yield from splitter.end()
+                    yield from splitter.add(line)
             elif self.form.startswith("jsonl"):
-                for document in json_texts(lines_of(text), file.path, titled=self.form == "jsonl-titled"):
-                    yield from cutter.add(document)
-                    yield from cutter.end()
+                for document in json_texts(split_lines(text), file.path, titled=self.form == "jsonl-titled"):
+                    yield from splitter.add(document)
+                    yield from splitter.end()
             else:
                 for block in text:
-                    yield from cutter.add(block)
-            yield from cutter.end()
+                    yield from splitter.add(block)
+            yield from splitter.end()
 
     def facts(self) -> list[dict[str, Any]]:
         return [file.facts() for file in self.files]
@@ -83,28 +80,27 @@ class FileSource:
 class HubSource:
     """One split of a dataset of the hub."""
 
-    is_text = True
     size = 0
 
     def __init__(self, split: HubSplit, is_wikitext: bool) -> None:
         self.split = split
         self.is_wikitext = is_wikitext
 
-    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[Piece | Encoded]:
-        cutter = Cutter()
+    def parts(self, tokenizer: Tokenizer, report: Callable[[int], None]) -> Iterator[TextPart | TokenPart]:
+        splitter = DocumentSplitter()
         texts = self.split.texts(report)
         for begins, text in articles(texts) if self.is_wikitext else ((True, text) for text in texts):
             if begins:
-                yield from cutter.end()
-            yield from cutter.add(text)
-        yield from cutter.end()
+                yield from splitter.end()
+            yield from splitter.add(text)
+        yield from splitter.end()
 
     def facts(self) -> list[dict[str, Any]]:
         return [self.split.facts()]
 
 
 def find_sources(names: Sequence[str | Path], form: str = "auto") -> dict[str, list[Source]]:
-    """Sources by the store they go to: one named "", or one for each split of a source that comes in several."""
+    """Return sources by the name of their store: "", or the names of the splits of a source that has several."""
     if form not in FORMATS:
         raise ValueError(f"unknown format {form!r}: known are {', '.join(FORMATS)}")
     if not names:
@@ -128,6 +124,7 @@ def find_sources(names: Sequence[str | Path], form: str = "auto") -> dict[str, l
 
 
 def _splits(name: str, form: str) -> dict[str, list[Source]]:
+    """Return the splits of a source by name; none where it is files without splits."""
     if name.startswith(PREFIX):
         is_wikitext = form == "wikitext" or (form == "auto" and "wikitext" in name)
         return {split: [HubSource(rows, is_wikitext)] for split, rows in hub_splits(name).items()}
@@ -139,7 +136,7 @@ def _splits(name: str, form: str) -> dict[str, list[Source]]:
 
 
 def _files(path: Path, form: str) -> list[tuple[Path, str]]:
-    """A file, or those of a folder, each with its format."""
+    """Return a file, or those of a folder, each with its format."""
     if not path.exists():
         raise ValueError(f"there is no file or folder {path}")
     if not path.is_dir():
@@ -150,8 +147,8 @@ def _files(path: Path, form: str) -> list[tuple[Path, str]]:
     if wikitext := _wikitext_files(path) if form in ("auto", "wikitext") else []:
         return [(file, "wikitext") for file in wikitext]
     inside = [(file, _format_of(file)) for file in sorted(path.iterdir()) if file.is_file()]
-    # Asked for by name, a file that would be taken for WikiText is the text that it is, too.
-    files = [(file, _ENDINGS.get(_stem(file).suffix)) for file, _ in inside] if form != "auto" else inside
+    # When a format is given, a file whose name looks like WikiText's is taken by its ending alone.
+    files = [(file, _ENDINGS.get(_uncompressed(file).suffix)) for file, _ in inside] if form != "auto" else inside
     asked = form.removesuffix("-titled")
     wanted = [(file, kind) for file, kind in files if kind is not None and asked in ("auto", kind)]
     if not wanted:
@@ -163,27 +160,28 @@ def _files(path: Path, form: str) -> list[tuple[Path, str]]:
     return [(file, kind if form == "auto" else form) for file, kind in wanted]
 
 
-def _stem(path: Path) -> Path:
-    """Without the ending of a compression."""
+def _uncompressed(path: Path) -> Path:
+    """Return the path without the ending of a compression."""
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
 def _format_of(path: Path) -> str | None:
-    stem = _stem(path)
-    return "wikitext" if _WIKITEXT.fullmatch(stem.name) else _ENDINGS.get(stem.suffix)
+    """Return the format that the name tells, if it does."""
+    plain = _uncompressed(path)
+    return "wikitext" if _WIKITEXT.fullmatch(plain.name) else _ENDINGS.get(plain.suffix)
 
 
 def _split_of(path: Path) -> str:
-    match = _WIKITEXT.fullmatch(_stem(path).name)
+    match = _WIKITEXT.fullmatch(_uncompressed(path).name)
     assert match
     return match[1]
 
 
 def _wikitext_files(folder: Path) -> list[Path]:
-    """A folder's splits. Where it has them in several forms, the first of raw, tokens and detok.txt counts."""
-    named = [(file, _WIKITEXT.fullmatch(_stem(file).name)) for file in sorted(folder.iterdir()) if file.is_file()]
-    matches = [(file, match) for file, match in named if match]
+    """Return the splits of a folder, in the first of the forms raw, tokens and detok.txt that it has."""
+    files = [file for file in sorted(folder.iterdir()) if file.is_file()]
+    matches = [(file, match) for file in files if (match := _WIKITEXT.fullmatch(_uncompressed(file).name))]
     for ending in ("raw", "tokens", "detok.txt"):
-        if files := {match[1]: file for file, match in matches if match[2] == ending}:
-            return [files[split] for split in SPLITS if split in files]
+        if by_split := {match[1]: file for file, match in matches if match[2] == ending}:
+            return [by_split[split] for split in SPLITS if split in by_split]
     return []

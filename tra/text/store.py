@@ -1,7 +1,7 @@
 """A token store is a folder: manifest.json, tokens.bin, documents.npy. Equal sources give equal bytes.
 
 tokens.bin is one stream of little-endian ids, with the separator before each document, the first one too.
-documents.npy is int64 [D, 3]: the place of the document's separator, bytes of text, words of text (-1: unknown).
+documents.npy is int64 [D, 3]: index of the document's separator, bytes of text, words of text (-1: unknown).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import numpy.typing as npt
 from tra.text.tokenizer import Tokenizer
 
 FORMAT = 1
-"""Version of the layout; a store of a later one is refused."""
+"""Version of the layout; a store of a later version is refused."""
 
 VERIFIED_BYTES = 2**30
-"""Files up to this size have their checksum looked at whenever they are opened."""
+"""Size of files up to which their checksum is verified whenever a store is opened."""
 
 SPLITS = ("train", "valid", "test")
-"""Stores of one corpus, which are named after it too."""
+"""Names of the stores of one corpus."""
 
 FILES = ("manifest.json", "tokens.bin", "documents.npy")
 _BLOCK = 2**20
 
 
-class Encoded(NamedTuple):
+class TokenPart(NamedTuple):
     """A document, or the next part of one, as ids."""
 
     begins: bool
-    """A document starts here; the separator, which is not among the ids, goes before it."""
+    """A document starts here. The separator before it is not among the ids."""
     ids: npt.NDArray[Any]
     bytes: int
     words: int
 
 
 class TokenStore:
-    """A store that is there, memory-mapped: `tokens` [N], `documents` [D, 3]."""
+    """An existing store, memory-mapped: `tokens` [N], `documents` [D, 3]."""
 
     tokens: npt.NDArray[Any]
     documents: npt.NDArray[np.int64]
@@ -51,8 +51,8 @@ class TokenStore:
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
-        place = path.resolve()
-        self.name = f"{place.parent.name}-{place.name}" if place.name in SPLITS else place.name
+        full = path.resolve()
+        self.name = f"{full.parent.name}-{full.name}" if full.name in SPLITS else full.name
         self.manifest = manifest
         self.tokenizer_name: str = manifest["tokenizer"]["name"]
         self.fingerprint: str = manifest["tokenizer"]["fingerprint"]
@@ -61,7 +61,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path, verify: bool | None = None) -> TokenStore:
-        """Sizes are always checked; checksums on `verify`, or if that is None in files below 1 GiB."""
+        """Open a store. Sizes are always checked; checksums if `verify`, or if it is None in files below 1 GiB."""
         path = Path(path)
         store = cls(path, _read_manifest(path))
         tokens, documents = path / "tokens.bin", path / "documents.npy"
@@ -91,7 +91,7 @@ class TokenStore:
         return store
 
     def check_tokenizer(self, name: str, fingerprint: str | None = None) -> None:
-        """Refuse any but the tokenizer that the store was made with: other ids mean other text."""
+        """Refuse any tokenizer but the one that the store was made with: its ids would mean other text."""
         if name != self.tokenizer_name:
             raise ValueError(f"{self.path} was made with the tokenizer {self.tokenizer_name!r}, not {name!r}")
         if fingerprint is not None and fingerprint != self.fingerprint:
@@ -102,7 +102,7 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Writes a store as its documents come. It is one only after `seal`."""
+    """Writes a store document by document. It is complete only after `seal`."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         folder.mkdir()
@@ -125,7 +125,7 @@ class StoreWriter:
     def documents(self) -> int:
         return len(self._table) // 3
 
-    def add(self, part: Encoded) -> None:
+    def add(self, part: TokenPart) -> None:
         if part.begins:
             self._table.extend((self._length, 0, 0))
             self._file.write(self._separator)
@@ -136,7 +136,7 @@ class StoreWriter:
         self._table[-1] = -1 if part.words < 0 else self._table[-1] + part.words
 
     def move_last(self, count: int, other: StoreWriter) -> None:
-        """The last documents go to another, empty store."""
+        """Move the last documents to another, empty store."""
         assert 0 < count < self.documents
         assert not other.documents
         rows = self._table[-3 * count :]
@@ -150,7 +150,7 @@ class StoreWriter:
         self._table, self._length = self._table[: -3 * count], start
 
     def seal(self, sources: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write table and manifest, all of it to the disk."""
+        """Write table and manifest, flush all files to the disk, and return the manifest."""
         table = np.array(self._table, dtype=np.int64).reshape(-1, 3)
         tokens, documents = self.folder / "tokens.bin", self.folder / "documents.npy"
         self._file.flush()
@@ -184,6 +184,7 @@ class StoreWriter:
 
 
 def digest(path: Path) -> str:
+    """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

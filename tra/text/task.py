@@ -1,9 +1,9 @@
-"""Language modelling as a task: windows of a token stream, every next token a target.
+"""Language modelling as a task: in windows of a token stream every next token is a target.
 
     tokens   <sep> The cat sat on
     targets   The  cat sat on  the
 
-Windows are cut from one stream in which documents follow each other, a separator before each.
+The stream is all documents one after another, with a separator before each.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tra.text.tokenizer import Tokenizer
 from tra.text.windows import training_windows
 
 HELD_OUT = 0.1
-"""Of the shipped text, at its end, for validation."""
+"""Share of the shipped text, at its end, that is for validation."""
 
 
 class Stream(NamedTuple):
-    """Text as ids, wherever it came from."""
+    """Text as ids, from a store or given."""
 
     name: str
     tokens: npt.NDArray[Any]  # [N]
-    documents: npt.NDArray[np.int64]  # [D, 3]: place of the separator, bytes, words; -1 is unknown
+    documents: npt.NDArray[np.int64]  # [D, 3]: index of the separator, bytes, words; -1 is unknown
     tokenizer: str
     separator: int
 
@@ -42,7 +42,7 @@ class Stream(NamedTuple):
 
     @classmethod
     def of_text(cls, name: str, text: str, tokenizer: Tokenizer) -> Stream:
-        """One document."""
+        """Return a text as a stream of one document."""
         tokens = np.concatenate([[tokenizer.separator], tokenizer.encode(text)]).astype(tokenizer.dtype)
         documents = np.array([[0, len(text.encode()), len(text.split())]])
         return cls(name, tokens, documents, tokenizer.name, tokenizer.separator)
@@ -71,20 +71,20 @@ class Text(Task):
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Needs the tokenizer's files, unlike everything else of a prepared text."""
+        """Return the text of every id. Needs the tokenizer's files, unlike everything else of a prepared text."""
         tokens = load_tokenizer(self.tokenizer).token_bytes
         return (*(token.decode(errors="replace") for token in tokens[:-1]), "<sep>")
 
     @property
     def vocab_size(self) -> int:
-        """Up to the next multiple of 64, which matrix products like; ids beyond the vocabulary never occur."""
+        """Return the vocabulary's size, rounded up to a multiple of 64 for fast products. The ids added never occur."""
         return -(-VOCABULARIES[self.tokenizer] // 64) * 64
 
     def size(self, split: str) -> int:
         return self.lengths(split).longest
 
     def stream(self, split: str) -> Stream:
-        """The tokens of a split, checked when they are first asked for."""
+        """Return the tokens of a split, which are checked on first use."""
         if split not in self._streams:
             self.lengths(split)
             stream = self._open(split)
@@ -104,8 +104,8 @@ class Text(Task):
     def _open(self, split: str) -> Stream:
         if self.data is None:
             text = shipped_text().read_text(encoding="utf-8")
-            cut = text.index("\n\n", int(len(text) * (1 - HELD_OUT)))
-            part = text[:cut] if split == "train" else text[cut:]
+            boundary = text.index("\n\n", int(len(text) * (1 - HELD_OUT)))
+            part = text[:boundary] if split == "train" else text[boundary:]
             return Stream.of_text(f"alice-{split}", part, load_tokenizer(self.tokenizer))
         folder = Path(self.data)
         if (folder / split / "manifest.json").is_file():
@@ -118,12 +118,12 @@ class Text(Task):
         self.stream("train")
 
     def training_rows(self, seed: int, draw: int, rows: int, device: torch.device) -> Batch:
-        """Every token once an epoch, in random windows."""
+        """Return the rows of a run's `draw`-th draw: random windows, with every token once an epoch."""
         stream = self.stream("train")
         numbers = np.arange(draw * rows, (draw + 1) * rows)
         return self._rows(stream, training_windows(numbers, len(stream.tokens), self.window, seed), device)
 
-    def _sample(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
+    def draw(self, split: str, batch_size: int, generator: torch.Generator, device: torch.device) -> Batch:
         stream = self.stream(split)
         ends = len(stream.tokens) - self.window
         starts = torch.randint(ends, (batch_size,), generator=generator, device=generator.device)
@@ -140,7 +140,7 @@ class Text(Task):
 
 
 def check_ids(ids: npt.NDArray[Any], vocabulary: int, name: str) -> None:
-    """A model on a GPU would stop without a word."""
+    """Refuse ids outside of the vocabulary, on which a GPU would fail without naming the cause."""
     if ids.size and (ids.max() >= vocabulary or ids.min() < 0):
         wrong = ids[(ids >= vocabulary) | (ids < 0)].ravel()[0]
         raise ValueError(f"{name} holds the id {wrong}, outside of the vocabulary's 0..{vocabulary - 1}")

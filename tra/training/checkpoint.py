@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all, and checkpoints that know whether they are intact.
+"""Checkpoints that can be verified, written so that a kill at any moment leaves the previous one untouched.
 
-A checkpoint is one safetensors file with a digest of its contents in its metadata. It is written beside its place,
-flushed to the disk, and then moved there, so a kill at any moment leaves the one before untouched.
+A checkpoint is one safetensors file with a digest of its contents in its metadata. It is written under a temporary
+name, flushed to the disk, and then renamed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-KEPT = 2
-"""Checkpoints that stay: the last one, and the one before in case it is damaged."""
+KEPT_CHECKPOINTS = 2
+"""Newest checkpoints that are kept: the last, and the one before in case that is damaged."""
 
 
 class DamagedError(Exception):
-    """A checkpoint that can't be read, or whose contents don't match its digest."""
+    """A checkpoint can't be read, or its contents don't match its digest."""
 
 
 class State(NamedTuple):
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -54,15 +54,15 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file with a digest, atomically."""
+    """Write a safetensors file with a digest of its contents."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    # One entry, since safetensors writes several in any order: equal tensors give equal files.
+    # A single metadata entry: safetensors orders several at random, and equal tensors must give equal files.
     described = {"tra": json.dumps(metadata | {"digest": _digest(tensors, metadata)}, sort_keys=True)}
     write_atomically(path, save(tensors, described))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what `save_tensors` wrote, and check it."""
+    """Read and verify a file of `save_tensors`."""
     try:
         with safe_open(path, "pt") as file:
             metadata: dict[str, str] = json.loads((file.metadata() or {}).get("tra", "{}"))
@@ -75,22 +75,22 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def save_checkpoint(folder: Path, state: State) -> Path:
-    """Write `step-00001000.safetensors`, and let go of all but the last few."""
+    """Write `step-00001000.safetensors`, and delete all but the newest few."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{state.step:08d}.safetensors"
     save_tensors(path, state.tensors, {"step": str(state.step)})
-    for old in checkpoints(folder)[:-KEPT]:
+    for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         old.unlink(missing_ok=True)
     return path
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
+    """Return the files of all checkpoints, oldest first."""
     return sorted(folder.glob("step-*.safetensors"))
 
 
 def load_checkpoint(folder: Path, warn: Callable[[str], None] = warnings.warn) -> State | None:
-    """The newest intact checkpoint, or None. A damaged one is passed over with a warning."""
+    """Return the newest intact checkpoint, or None. A damaged one is skipped with a warning."""
     for path in reversed(checkpoints(folder)):
         try:
             tensors, metadata = load_tensors(path)

@@ -1,7 +1,7 @@
-"""One run over several processes, as `torchrun` starts them: each takes its rows of every batch.
+"""A run over several processes, as `torchrun` starts them: each takes its rows of every batch.
 
-A gradient is the sum of the ranks' gradients of one loss, divided by what the whole batch counts, so that a run has the
-loss curve of a single process but for the order of summation.
+A gradient is the sum of the processes' gradients of one loss, which is divided by the count of the whole batch. So the
+loss curve is that of a single process, but for the order of summation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from tra.config import TrainConfig
 Result = TypeVar("Result")
 
 BUCKET_BYTES = 2**25
-"""Gradients are sent in pieces of about this size."""
+"""Bytes of gradients that are sent at a time, about."""
+
+TIMEOUT = datetime.timedelta(minutes=10)
+"""Time without an answer after which another process counts as lost."""
 
 
 class RankLostError(Exception):
@@ -29,28 +32,16 @@ class RankLostError(Exception):
 
 
 class Ranks:
-    """The processes of a run, and which of them this is."""
+    """The processes of a run, and which of them this is. Alone by default."""
 
-    def __init__(self, rank: int = 0, world: int = 1, local: int = 0) -> None:
-        self.rank, self.world, self.local = rank, world, local
-        self.control: Any = None  # a group for words between hosts, beside the one for gradients
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+        self.is_first = rank == 0  # the process that writes files and reports progress
+        self.has_others = world > 1
+        self.control: Any = None  # a group for small messages between CPUs, beside the one for gradients
 
-    @property
-    def first(self) -> bool:
-        """The one that writes and speaks."""
-        return self.rank == 0
-
-    @property
-    def several(self) -> bool:
-        return self.world > 1
-
-    def rows(self, whole: Tensor) -> Tensor:
-        """This process's part of a batch."""
-        each = len(whole) // self.world
-        return whole[self.rank * each : (self.rank + 1) * each]
-
-    def check(self, train: TrainConfig) -> None:
-        """Whether a batch can be dealt out."""
+    def check_batch(self, train: TrainConfig) -> None:
+        """Refuse a batch that can't be divided among the processes."""
         if train.batch_size % (self.world * train.accumulate):
             raise ValueError(
                 f"a batch of {train.batch_size} can't be dealt to {self.world} processes in {train.accumulate} pieces "
@@ -58,42 +49,44 @@ class Ranks:
             )
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors of one kind over all processes, in place."""
-        if not self.several:
-            return
-        with _clear():
+        """Add up tensors of one dtype over all processes, in place. Only where there are others."""
+        with _explain_lost_rank():
             bucket: list[Tensor] = []
-            held = 0
+            size = 0
             for index, tensor in enumerate(tensors):
                 bucket.append(tensor)
-                held += tensor.numel() * tensor.element_size()
-                if held >= BUCKET_BYTES or index == len(tensors) - 1:
-                    _sum_together(bucket)
-                    bucket, held = [], 0
+                size += tensor.numel() * tensor.element_size()
+                if size >= BUCKET_BYTES or index == len(tensors) - 1:
+                    flat = torch.cat([part.flatten() for part in bucket])
+                    dist.all_reduce(flat)
+                    parts = flat.split([part.numel() for part in bucket])
+                    for target, part in zip(bucket, parts, strict=True):
+                        target.copy_(part.view_as(target))
+                    bucket, size = [], 0
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any process says so."""
-        if not self.several:
+    def any_true(self, flag: bool) -> bool:
+        """Return whether the flag is set in any process."""
+        if not self.has_others:
             return flag
-        said = torch.tensor([int(flag)])
-        with _clear():
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(said.item())
+        flags = torch.tensor([int(flag)])
+        with _explain_lost_rank():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(flags.item())
 
     def from_first(self, value: Any) -> Any:
-        """What the first process has, for all."""
-        if not self.several:
+        """Return the first process's value, in every process."""
+        if not self.has_others:
             return value
-        box = [value]
-        with _clear():
-            dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+        values = [value]
+        with _explain_lost_rank():
+            dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
-    def done_by_first(self, work: Callable[[], Result]) -> Result:
-        """Done once, and what came of it for all. If it fails, the first process says why and the others just end."""
+    def run_on_first(self, work: Callable[[], Result]) -> Result:
+        """Do work in the first process and return its result in all. If it fails, only the first says why."""
         failure: Exception | None = None
         result: Any = None
-        if self.first:
+        if self.is_first:
             try:
                 result = work()
             except Exception as error:
@@ -106,29 +99,23 @@ class Ranks:
         return result
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Make tensors the first process's."""
-        if not self.several:
-            return
-        with _clear():
+        """Overwrite tensors with the first process's."""
+        with _explain_lost_rank():
             for tensor in tensors:
-                if tensor.device.type == "cpu":
-                    dist.broadcast(tensor, src=0, group=self.control)
-                else:
-                    dist.broadcast(tensor, src=0)
+                dist.broadcast(tensor, src=0, group=self.control if tensor.device.type == "cpu" else None)
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
-    """The processes that `torchrun` started, joined for a while; a single one without it."""
+def join_processes(device: torch.device) -> Iterator[Ranks]:
+    """Connect the processes that `torchrun` started until the end of the context; without it there is one."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Ranks()
         return
-    ranks = Ranks(int(os.environ["RANK"]), world, int(os.environ.get("LOCAL_RANK", "0")))
-    wait = datetime.timedelta(minutes=10)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=wait)
+    ranks = Ranks(int(os.environ["RANK"]), world)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
-        ranks.control = dist.new_group(backend="gloo", timeout=wait)
+        ranks.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         yield ranks
     finally:
         if dist.is_initialized():
@@ -136,26 +123,19 @@ def joined(device: torch.device) -> Iterator[Ranks]:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """The GPU of this process, where there are several of both."""
+    """Return the GPU of this process, where `torchrun` started one process per GPU."""
     if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return device
 
 
 def is_first() -> bool:
-    """Before the processes are joined."""
+    """Return whether this is the first process, also before the processes are connected."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def _sum_together(tensors: Sequence[Tensor]) -> None:
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
 @contextmanager
-def _clear() -> Iterator[None]:
+def _explain_lost_rank() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -9,7 +9,10 @@ from tra.config import OptimConfig
 
 
 def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """Fused on a GPU, with the rate as a tensor there, so that a captured step can be replayed at another rate."""
+    """Return the optimizer of a run.
+
+    On a GPU it is fused and its rate is a tensor, so that a captured step can be replayed at another rate.
+    """
     on_gpu = device.type == "cuda"
     return torch.optim.AdamW(
         model.parameters(),
@@ -22,6 +25,7 @@ def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of the next step; in place where it is a tensor that a captured step reads."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -30,7 +34,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`exp_avg.blocks.0.…`: the optimiser's state under the names of the parameters."""
+    """Return the optimizer's state, each tensor named after its parameter: `exp_avg.<parameter>`."""
     return {
         f"{key}.{name}": value
         for name, parameter in model.named_parameters()
@@ -39,7 +43,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave."""
+    """Restore the state that `optimizer_tensors` returned."""
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         for key in ("step", "exp_avg", "exp_avg_sq"):
@@ -48,9 +52,8 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
             state[key] = value.clone() if on_cpu else value.to(parameter.device, copy=True)
 
 
-def empty_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The state after no step, to be filled."""
+def allocate_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer a state of zeros, which another process's is then copied into."""
     for parameter in model.parameters():
-        on_cpu = parameter.device.type == "cpu"
         zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.zeros((), device="cpu" if on_cpu else parameter.device)} | zeros
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros

@@ -1,18 +1,14 @@
-"""One run: sample, step, log, checkpoint; stop and go on at any moment.
+"""One run: sample, step, log, checkpoint; it can stop and go on at any step.
 
-Data and dropout of a step are functions of the seed and the step's number, so nothing but weights, optimiser state
-and the step itself needs to be restored: a resumed run on a CPU ends with the same bits as an uninterrupted one.
+Data and dropout of a step follow from the seed and the number of the step, so a checkpoint holds only weights,
+optimizer state and that number. On a CPU a resumed run ends with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,15 +22,21 @@ from tra.runs.folder import RunFolder, write_rows
 from tra.runs.rows import read_rows
 from tra.tasks import Batch, Task, stream_seed
 from tra.training.checkpoint import State, load_checkpoint, save_checkpoint
-from tra.training.distributed import RankLostError, Ranks, joined, local_device
-from tra.training.optimizer import adamw, empty_state, load_optimizer_tensors, optimizer_tensors, set_rate
-from tra.training.step import COUNTS, make_step
+from tra.training.device import pick_device
+from tra.training.distributed import RankLostError, Ranks, join_processes, local_device
+from tra.training.loss import COUNTS
+from tra.training.optimizer import adamw, allocate_state, load_optimizer_tensors, optimizer_tensors, set_rate
+from tra.training.step import make_step
+from tra.training.stopping import catch_stop_signals, explain_full_disk
 
-DEAD = 0.99
-"""A head that keeps nothing in more than this fraction of its rows is called dead."""
+DEAD_NULL_RATE = 0.99
+"""Fraction of queries without any kept key above which a head is reported as dead."""
 
 STEPS_PER_DRAW = 32
 """Steps whose batches are sampled at once. Part of what a seed means: another number gives other data."""
+
+STATISTICS_TOKENS, STATISTICS_LENGTH = 2048, 1024
+"""Tokens in all, and of one sequence, from which the statistics of a log line are taken."""
 
 
 class Result(NamedTuple):
@@ -50,28 +52,12 @@ class Result(NamedTuple):
 
 @dataclass
 class Progress:
-    """What a progress display may show; `train` calls it after every step, with metrics when they are logged."""
+    """What `train` reports after every step, with metrics on the steps that are logged."""
 
     step: int
     steps: int
     metrics: dict[str, Any] | None = None
     message: str | None = None
-
-
-class DiskFullError(Exception):
-    """The disk took no more. What was saved before is intact."""
-
-
-def pick_device(device: str | None = None) -> torch.device:
-    if device is not None:
-        try:
-            chosen = torch.device(device)
-        except RuntimeError:
-            raise ValueError(f"unknown device {device!r}: expected cpu, cuda or cuda:N") from None
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("no CUDA device is available")
-        return chosen
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def train(
@@ -97,28 +83,28 @@ def train(
     device = local_device(pick_device() if device is None else device)
     run = RunFolder(folder)
 
-    def claim() -> tuple[RunConfig, bool]:
-        """The config, and whether there is nothing left to do."""
-        if config is not None:  # before there is a folder, or before an old one goes
-            ranks.check(config.train)
+    def claim_folder() -> tuple[RunConfig, bool]:
+        """Return the config, and whether the run is finished already."""
+        if config is not None:  # checked before a folder is made, or an old one removed
+            ranks.check_batch(config.train)
             config.task.build().check_data()
         chosen = run.start(config, resume=resume, overwrite=overwrite)
-        ranks.check(chosen.train)
-        done = resume and run.weights_file.is_file()
-        if not done:
+        ranks.check_batch(chosen.train)
+        is_finished = resume and run.weights_file.is_file()
+        if not is_finished:
             run.note_environment(device, ranks.world)
-        return chosen, done
+        return chosen, is_finished
 
-    with joined(device) as ranks, _clear_when_full(run):
-        chosen, done = ranks.done_by_first(claim)
-        if done:
+    with join_processes(device) as ranks, explain_full_disk(run):
+        chosen, is_finished = ranks.run_on_first(claim_folder)
+        if is_finished:
             return Result(chosen.train.steps, "done")
-        trainer = Trainer(chosen, run, device, progress if ranks.first else lambda _: None, ranks)
-        return trainer.run_to(None if time_limit is None else started + time_limit)
+        trainer = Trainer(chosen, run, device, progress if ranks.is_first else lambda _: None, ranks)
+        return trainer.run_until(None if time_limit is None else started + time_limit)
 
 
 class Trainer:
-    """The state of a run in training."""
+    """A run in training: its model, optimizer and step number."""
 
     def __init__(
         self,
@@ -136,98 +122,105 @@ class Trainer:
         torch.manual_seed(stream_seed(config.train.seed, "initialisation"))
         self.model = Decoder(config.model).to(device).train()
         self.optimizer = adamw(self.model, config.optim, device)
-        self.drawn: tuple[int, Batch] | None = None
+        self.drawn: tuple[int, Batch] | None = None  # the number of the last draw, and its rows
         self.window = torch.zeros(COUNTS, dtype=torch.float64, device=device)  # sums since the last log line
         self.step = 0
-        self.saved_at = -1
-        self.saving_took = 0.0
+        self.saved_at = -1  # step of the newest checkpoint
+        self.saving_seconds = 0.0
         self._restore()
         size = self.task.size("train")
         self._step_function = make_step(self.model, self.optimizer, config, size, device, self.ranks)
 
-    def run_to(self, deadline: float | None) -> Result:
-        steps = self.config.train.steps
-        slowest, begun, logged_at = 0.0, time.monotonic(), self.step
-        with _signals() as signals:
-            while self.step < steps:
+    def run_until(self, deadline: float | None) -> Result:
+        """Train to the last step; checkpoint and stop in time for the deadline, or on a signal."""
+        train = self.config.train
+        slowest, logged_at, logged_step = 0.0, time.monotonic(), self.step
+        with catch_stop_signals() as request:
+            while self.step < train.steps:
                 now = time.monotonic()
-                reserve = 2.0 + 2 * slowest + 3 * self.saving_took
-                late = deadline is not None and now + reserve > deadline
+                reserve = 2.0 + 2 * slowest + 3 * self.saving_seconds
+                is_late = deadline is not None and now + reserve > deadline
                 try:
-                    if self.ranks.agree(signals.received is not None or late):
+                    if self.ranks.any_true(request.signal is not None or is_late):
                         self._save()
-                        return Result(self.step, signals.received or "time limit")
+                        return Result(self.step, request.signal or "time limit")
                     self.one_step()
-                except RankLostError as error:  # before the optimiser: this is the state after the last whole step
+                except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
                     self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
                 metrics = None
-                if self.step % self.config.train.log_every == 0 or self.step == steps:
-                    metrics = self._log(time.monotonic() - begun, self.step - logged_at)
-                    begun, logged_at = time.monotonic(), self.step
-                self.progress(Progress(self.step, steps, metrics))
+                if self.step % train.log_every == 0 or self.step == train.steps:
+                    metrics = self._log(time.monotonic() - logged_at, self.step - logged_step)
+                    logged_at, logged_step = time.monotonic(), self.step
+                self.progress(Progress(self.step, train.steps, metrics))
                 slowest = max(slowest, time.monotonic() - now)
-                if self.step % self.config.train.checkpoint_every == 0 and self.step < steps:
+                if self.step % train.checkpoint_every == 0 and self.step < train.steps:
                     self._save()
-        if self.ranks.first:
+        if self.ranks.is_first:
             self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
 
     def one_step(self) -> None:
+        """Train on the next batch."""
         self.batch = self.next_batch()
         self.optimise(self.batch)
         self.step += 1
 
     def optimise(self, batch: Batch) -> None:
-        """One step on a batch, at this step's rate and with its dropout."""
-        stream = "dropout" if self.ranks.first else f"dropout/{self.ranks.rank}"
+        """Do one step on a batch, with this step's rate and dropout."""
+        stream = "dropout" if self.ranks.is_first else f"dropout/{self.ranks.rank}"
         torch.manual_seed(stream_seed(self.config.train.seed, stream, self.step))
         set_rate(self.optimizer, self.config.optim.rate(self.step, self.config.train.steps))
         self.window += self._step_function(batch)
 
     def next_batch(self) -> Batch:
-        """The batch of this step, out of a draw for several: a sampler is many small kernels, whatever their size."""
+        """Return this process's rows of the step's batch.
+
+        Batches of several steps are drawn at once: a sampler is many small kernels, whatever its size.
+        """
         rows = self.config.train.batch_size
-        draw, place = divmod(self.step, STEPS_PER_DRAW)
+        draw, index = divmod(self.step, STEPS_PER_DRAW)
         if self.drawn is None or self.drawn[0] != draw:
             seed = self.config.train.seed
             self.drawn = draw, self.task.training_rows(seed, draw, rows * STEPS_PER_DRAW, self.device)
-        return Batch(*(self.ranks.rows(x[place * rows : (place + 1) * rows]) for x in self.drawn[1]))
+        own = rows // self.ranks.world
+        first = index * rows + self.ranks.rank * own
+        tokens, targets, loss_mask = self.drawn[1]
+        end = first + own
+        return Batch(tokens[first:end], targets[first:end], loss_mask[first:end])
 
     def _log(self, seconds: float, steps: int) -> dict[str, Any]:
+        """Write a line of metrics over the last steps, and return it."""
         loss, correct, scored, exact, rows = self.window.tolist()
         self.window.zero_()
         tokens = steps * self.batch.tokens.numel() * self.ranks.world
-        window = rows / self.config.train.batch_size
         metrics: dict[str, Any] = {
             "step": self.step,
-            "loss": loss / window,
+            "loss": loss / (rows / self.config.train.batch_size),
             "accuracy": correct / max(1.0, scored),
             "exact": exact / rows,
             "lr": self.config.optim.rate(self.step - 1, self.config.train.steps),
             "tokens_per_second": round(tokens / seconds),
         }
-        statistics = self._statistics()
-        if statistics:
-            metrics |= statistics
-            dead = [
-                f"{layer}.{head}"
-                for layer, heads in enumerate(statistics["null"])
-                for head, null in enumerate(heads)
-                if null > DEAD
-            ]
-            if dead:
-                metrics["dead_heads"] = dead
-        if self.ranks.first:
+        metrics |= self._statistics()
+        dead_heads = [
+            f"{layer}.{head}"
+            for layer, heads in enumerate(metrics.get("null", ()))
+            for head, null_rate in enumerate(heads)
+            if null_rate > DEAD_NULL_RATE
+        ]
+        if dead_heads:
+            metrics["dead_heads"] = dead_heads
+        if self.ranks.is_first:
             with self.run.metrics_file.open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
         return metrics
 
     def _statistics(self) -> dict[str, list[list[float]]]:
-        """TRA's kept fraction, null rows and mean δ, per layer and head, on a few sequences."""
-        tokens = self.batch.tokens[: max(1, 2048 // self.batch.tokens.shape[1]), :1024]
+        """Return TRA's kept fraction, null rate and mean δ by layer and head, on a few sequences of the batch."""
+        rows = max(1, STATISTICS_TOKENS // self.batch.tokens.shape[1])
         self.model.eval()
-        layers = self.model.statistics(tokens)
+        layers = self.model.statistics(self.batch.tokens[:rows, :STATISTICS_LENGTH])
         self.model.train()
         return {
             key: [[round(x, 5) for x in layer[key].tolist()] for layer in layers]
@@ -235,7 +228,8 @@ class Trainer:
         }
 
     def _save(self) -> None:
-        if self.saved_at == self.step or not self.ranks.first:
+        """Write a checkpoint, unless this step has one."""
+        if self.saved_at == self.step or not self.ranks.is_first:
             return
         begun = time.monotonic()
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -243,79 +237,37 @@ class Trainer:
             state = optimizer_tensors(self.model, self.optimizer)
             tensors |= {f"optimizer.{name}": value for name, value in state.items()}
         save_checkpoint(self.run.checkpoint_folder, State(self.step, tensors | {"window": self.window}))
-        self.saved_at, self.saving_took = self.step, time.monotonic() - begun
+        self.saved_at, self.saving_seconds = self.step, time.monotonic() - begun
 
     def _restore(self) -> None:
-        """The newest checkpoint, which the first process reads for all."""
-        if self.ranks.first:
+        """Go back to the newest checkpoint, which the first process reads for all."""
+        if self.ranks.is_first:
             self._read_checkpoint()
-        self.step = self.saved_at = self.ranks.from_first(self.step if self.saved_at >= 0 else -1)
-        if self.step < 0:
-            self.step = 0
-        if self.ranks.several:
-            if self.step > 0 and not self.ranks.first:
-                empty_state(self.model, self.optimizer)
-            tensors = [*self.model.state_dict().values(), self.window]
-            tensors += list(optimizer_tensors(self.model, self.optimizer).values())
-            self.ranks.copy_from_first(tensors)
+        self.saved_at = self.ranks.from_first(self.saved_at)
+        self.step = max(0, self.saved_at)
+        if self.ranks.has_others:
+            if self.step > 0 and not self.ranks.is_first:
+                allocate_state(self.model, self.optimizer)
+            state = optimizer_tensors(self.model, self.optimizer)
+            self.ranks.copy_from_first([*self.model.state_dict().values(), self.window, *state.values()])
 
     def _read_checkpoint(self) -> None:
-        state = load_checkpoint(self.run.checkpoint_folder, lambda text: self._say(f"warning: {text}"))
+        state = load_checkpoint(self.run.checkpoint_folder, lambda text: self._report(f"warning: {text}"))
         rows = [row for row in read_rows(self.run.metrics_file) if state is not None and row["step"] <= state.step]
-        if self.run.metrics_file.is_file():  # what came after the checkpoint will come again
+        if self.run.metrics_file.is_file():  # steps after the checkpoint will be logged again
             write_rows(self.run.metrics_file, rows)
         if state is None:
             return
 
-        def part(name: str) -> dict[str, Tensor]:
-            return {key[len(name) :]: value for key, value in state.tensors.items() if key.startswith(name)}
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {key.removeprefix(prefix): value for key, value in state.tensors.items() if key.startswith(prefix)}
 
         self.model.load_state_dict(part("model."))
         if state.step > 0:
             load_optimizer_tensors(self.model, self.optimizer, part("optimizer."))
         self.window.copy_(state.tensors["window"])
         self.step = self.saved_at = state.step
-        self._say(f"resuming at step {state.step:,}")
+        self._report(f"resuming at step {state.step:,}")
 
-    def _say(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         self.progress(Progress(self.step, self.config.train.steps, message=message))
-
-
-class _Signals:
-    received: str | None = None
-
-
-@contextmanager
-def _signals() -> Iterator[_Signals]:
-    """SIGTERM and Ctrl-C are taken note of, and obeyed between two steps. A second one is not waited for."""
-    noted = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, _frame: object) -> None:
-        noted.received = signal.Signals(number).name
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _clear_when_full(run: RunFolder) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        state = load_checkpoint(run.checkpoint_folder, lambda _: None)
-        kept = f"the checkpoint of step {state.step:,} is intact" if state else "there was no checkpoint yet"
-        raise DiskFullError(
-            f"the disk is full ({error.strerror}), writing to {run.path}; {kept}: make room, then go on with --resume"
-        ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tra.text._formats import Piece
+from tra.text.formats import TextPart
 from tra.text.sources import find_sources
 from tra.text.tokenizer import ByteTokenizer
 
@@ -39,7 +39,7 @@ def read_documents(path: str) -> list[str]:
     texts: list[str] = []
     for source in found:
         for part in source.parts(ByteTokenizer(), lambda _count: None):
-            if not isinstance(part, Piece):
+            if not isinstance(part, TextPart):
                 raise ValueError(f"{path} is a token stream; the harness needs text")
             if part.begins:
                 texts.append(part.text)

@@ -1,4 +1,4 @@
-"""A dataset of the hub, where it can be reached: hub:Salesforce/wikitext:wikitext-103-raw-v1."""
+"""Read a dataset of the Hugging Face hub: hub:Salesforce/wikitext:wikitext-103-raw-v1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "test": "t
 
 
 class HubSplit:
-    """Rows of one split, as lines of text; `digest` and `size` are of what was read so far."""
+    """Rows of one split, as lines of text, with the size and checksum of what was read so far."""
 
     def __init__(self, name: str, rows: Any) -> None:
         self.name = name
@@ -22,7 +22,7 @@ class HubSplit:
     def texts(self, report: Callable[[int], None]) -> Iterator[str]:
         self._digest, self.size = hashlib.sha256(), 0
         for row in self._rows:
-            # WikiText's blank lines, of a space and a newline, come as empty rows.
+            # The dataset gives WikiText's blank lines, a space and a newline, as empty rows.
             text = row["text"] or " \n"
             raw = text.encode()
             self._digest.update(raw)
@@ -35,7 +35,7 @@ class HubSplit:
 
 
 def hub_splits(source: str) -> dict[str, HubSplit]:
-    """Its splits by our names for them."""
+    """Return the splits of a dataset by the names that stores have."""
     dataset, _, config = source.removeprefix(PREFIX).partition(":")
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
@@ -43,7 +43,7 @@ def hub_splits(source: str) -> dict[str, HubSplit]:
         raise ValueError(f"{source} needs the datasets library: pip install datasets, or give a local folder") from None
     try:
         found = load_dataset(dataset, config or None)
-    except Exception as error:  # of which the library has many kinds
+    except Exception as error:  # the library raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} can't be loaded: {reason}") from None
     splits = {

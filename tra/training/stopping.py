@@ -1,0 +1,59 @@
+"""What may end a run early: signals, which it obeys between two steps, and a full disk."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tra.runs.folder import RunFolder
+from tra.training.checkpoint import load_checkpoint
+
+
+class DiskFullError(Exception):
+    """The disk is full. What was saved before is intact."""
+
+
+class StopRequest:
+    """The signal that asked the run to stop, if one did."""
+
+    signal: str | None = None
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """Record SIGTERM and Ctrl-C instead of obeying them. A second one ends the process at once."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def record(number: int, _frame: object) -> None:
+        request.signal = signal.Signals(number).name
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, record)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def explain_full_disk(run: RunFolder) -> Iterator[None]:
+    """Turn the error of a full disk into a DiskFullError that says which checkpoint is left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        state = load_checkpoint(run.checkpoint_folder, lambda _: None)
+        kept = f"the checkpoint of step {state.step:,} is intact" if state else "there was no checkpoint yet"
+        raise DiskFullError(
+            f"the disk is full ({error.strerror}), writing to {run.path}; {kept}: make room, then go on with --resume"
+        ) from None
