@@ -15,7 +15,7 @@ import torch
 from tra.cli.generate import Speech
 from tra.cli.main import main
 from tra.presets import preset
-from tra.runs.folder import SHIPPED
+from tra.runs import SHIPPED
 from tra.training.trainer import train
 
 Command = Callable[..., tuple[int, str]]

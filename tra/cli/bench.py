@@ -13,7 +13,7 @@ from rich.table import Table
 from tra import unknown_name
 from tra.attention import MECHANISMS
 from tra.cli.options import Json
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.text import TokenStore
 from tra.text.task import Stream
 from tra.training import trainer as training

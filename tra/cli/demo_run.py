@@ -13,7 +13,7 @@ from tra.evaluation.attention_maps import attend, task_sequence
 from tra.presets import preset
 from tra.report.exact_match import draw_exact_match
 from tra.report.page import write_page
-from tra.runs.folder import RunFolder, write_arrays
+from tra.runs import RunFolder, write_arrays
 from tra.training.trainer import pick_device, train
 
 RIVALS = ("tra", "rope", "forgetting")

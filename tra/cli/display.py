@@ -14,7 +14,7 @@ from rich.table import Table
 from tra.evaluation.diagnosis import Diagnosis
 from tra.evaluation.exact_match import SplitResult
 from tra.evaluation.perplexity import WindowResult
-from tra.runs.rows import exact_text, length_text, mean_over_heads
+from tra.runs import exact_text, length_text, mean_over_heads
 from tra.training.trainer import Progress as TrainingProgress
 
 

@@ -23,7 +23,7 @@ from tra.evaluation import diagnosis, perplexity
 from tra.evaluation import exact_match as evaluation
 from tra.evaluation.attention_maps import write_maps
 from tra.model import Decoder
-from tra.runs.folder import SHIPPED, RunFolder
+from tra.runs import SHIPPED, RunFolder
 from tra.text import TokenStore
 from tra.text.task import Stream, Text
 from tra.training import trainer as training

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 
 
 def export(

@@ -17,7 +17,7 @@ from tra.cli.options import Json
 from tra.evaluation import exact_match as evaluation
 from tra.generation import Sampling, continuation
 from tra.model import Decoder
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.tasks import FlipFlop, Task
 from tra.tasks import generator as stream_of
 from tra.text import load_tokenizer

@@ -11,7 +11,7 @@ import tyro
 from tra.evaluation import exact_match as evaluation
 from tra.evaluation.attention_maps import WINDOW, task_sequence, text_sequence
 from tra.evaluation.attention_maps import attend as attend_to
-from tra.runs.folder import SHIPPED, RunFolder, write_arrays
+from tra.runs import SHIPPED, RunFolder, write_arrays
 from tra.text.task import Text
 from tra.training import trainer as training
 

@@ -15,8 +15,7 @@ from tra.attention import MECHANISMS, Attention, ThresholdRelativeAttention
 from tra.evaluation.diagnosis import exact_products
 from tra.evaluation.exact_match import draw_test_set
 from tra.model import Decoder
-from tra.runs.attention_file import LEVELS, Attended
-from tra.runs.folder import RunFolder, write_arrays
+from tra.runs import LEVELS, AttentionMaps, RunFolder, write_arrays
 from tra.tasks import FlipFlop, Task
 from tra.tasks.flipflop import from_tokens
 from tra.text import TokenStore, load_tokenizer
@@ -126,7 +125,7 @@ def attend(
     keys: Range | None = None,
     layers: Sequence[int] = (),
     heads: Sequence[int] = (),
-) -> Attended:
+) -> AttentionMaps:
     """What queries `rows` make of `keys`, in some layers and heads, all by default.
 
     Of an input of more than 256 tokens the last 64 queries and keys are shown by default. Rows are taken in pieces, and
@@ -153,7 +152,7 @@ def attend(
     weights, content, distances, null = (
         np.stack([np.concatenate([part[index] for part in parts], axis=1) for parts in seen]) for index in range(4)
     )
-    return Attended(
+    return AttentionMaps(
         symbols=np.array(shown.symbols[slice(*keys)]),
         row_symbols=np.array(shown.symbols[slice(*rows)]),
         rows=places.numpy(),

@@ -6,7 +6,6 @@ the batch: every mechanism and every training seed is judged on the same sequenc
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ import torch
 
 from tra.config import EvalConfig
 from tra.model import Decoder
-from tra.runs.folder import RunFolder, put_row
+from tra.runs import RunFolder, put_row, wilson_interval
 from tra.tasks import Batch, FlipFlop, Task, generator
 from tra.tasks.flipflop import from_tokens
 from tra.training.step import autocast, score
@@ -46,19 +45,6 @@ class SplitResult:
     precision: str
     device: str
     seconds: float
-
-
-def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927), which stays sensible at 0 and 1."""
-    if trials < 1:
-        raise ValueError("an interval needs at least one trial")
-    rate = successes / trials
-    middle = rate + z * z / (2 * trials)
-    spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    low = 0.0 if successes == 0 else (middle - spread) / scale
-    high = 1.0 if successes == trials else (middle + spread) / scale
-    return low, high
 
 
 def chosen_splits(task: Task, config: EvalConfig, splits: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
@@ -168,7 +154,7 @@ def _result(
     begun: float,
 ) -> SplitResult:
     exact, sequences, correct, scored = counts
-    low, high = wilson(exact, sequences)
+    low, high = wilson_interval(exact, sequences)
     return SplitResult(
         split=split,
         shortest=shortest,

@@ -12,8 +12,7 @@ import tra
 from tra.config import RunConfig
 from tra.report._markdown import table_header, table_row
 from tra.report._names import NAMES
-from tra.runs.folder import RunFolder
-from tra.runs.rows import exact_text, length_text, read_rows
+from tra.runs import RunFolder, exact_text, length_text, read_rows
 from tra.text.task import Text
 
 HEADER = """\

@@ -10,7 +10,7 @@ from tra.report._markdown import table_header, table_row
 from tra.report._names import FAILURES, NAMES
 from tra.report.figures import links, write_figures
 from tra.report.runs import EvaluatedRun
-from tra.runs.rows import length_text, mean_over_heads
+from tra.runs import length_text, mean_over_heads
 
 
 def write_comparison(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:

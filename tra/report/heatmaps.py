@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from tra.report._style import NAMES, save, styled
-from tra.runs.attention_file import Attended, weights_of
+from tra.runs import AttentionMaps, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     null: list[int]  # rows that keep no key
 
 
-def panels(found: Sequence[Attended]) -> list[Panel]:
+def panels(found: Sequence[AttentionMaps]) -> list[Panel]:
     """What is drawn where: a row per layer, and a column per head of the first run, then of the next."""
     result, before = [], 0
     for run, attended in enumerate(found):
@@ -69,7 +69,7 @@ def panels(found: Sequence[Attended]) -> list[Panel]:
     return result
 
 
-def draw_attention(found: Sequence[Attended], path: Path, names: Sequence[str] = ()) -> None:
+def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = ()) -> None:
     """Draw runs that looked at the same window of the same sequence.
 
     Args:

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 
 from tra.report._style import grouped, legend_above, length_ticks, look, save, styled
 from tra.report.runs import EvaluatedRun, in_order
-from tra.runs.rows import mean_over_heads
+from tra.runs import mean_over_heads
 
 MEASURES = {
     "negative_mass": "mass on keys of\nnegative content",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tra.report._names import NAMES
-from tra.runs.rows import read_rows
+from tra.runs import read_rows
 
 
 class EvaluatedRun(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from tra.report.exact_match import draw_exact_match
 from tra.report.figures import links, write_figures
 from tra.report.runs import EvaluatedRun
-from tra.runs.rows import exact_text, length_text
+from tra.runs import exact_text, length_text
 
 
 def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:

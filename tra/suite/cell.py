@@ -18,7 +18,7 @@ from tra.evaluation.diagnosis import diagnose_run, diagnose_task
 from tra.evaluation.exact_match import evaluate_run, evaluate_task
 from tra.evaluation.perplexity import evaluate_run_text, evaluate_text
 from tra.model import Decoder
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.suite.state import is_done, missing
 from tra.text.task import Text
 from tra.training.trainer import Progress, pick_device, train

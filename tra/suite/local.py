@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.suite.cell import CUT_OFF
 from tra.suite.grid import Cell
 from tra.suite.state import forget_failure, is_done, note_failure, read_failure

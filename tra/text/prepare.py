@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.runs.whole_folders import folder_beside
+from tra.runs import locked_folder_beside
 from tra.text._workers import WorkerError, encode_all
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter
@@ -61,7 +61,7 @@ def prepare(
         jobs = _cores() if text >= SMALL else 1
     manifests: dict[str, dict[str, Any]] = {}
     try:
-        with folder_beside(target, "preparing", "prepared") as temporary:
+        with locked_folder_beside(target, "preparing", "prepared") as temporary:
             for name, found in splits.items():
                 place = temporary / "store" / ("train" if hold_out else name)
                 place.parent.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tra.report._names import FAILURES
 from tra.report.page.groups import Group, Section
 from tra.report.page.read import PageRun, Row
-from tra.runs.rows import exact_text, mean_over_heads
+from tra.runs import exact_text, mean_over_heads
 
 MOST_POINTS = 250
 """Of a training curve."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tra.runs.attention_file import Attended
+from tra.runs import AttentionMaps
 
 MOST_MAPS = 12
 WINDOWS = (96, 64, 48, 32)
@@ -19,10 +19,10 @@ MOST_BYTES = 6_000_000
 """Of all maps together, before base64."""
 
 
-def fitted(maps: Sequence[Attended]) -> tuple[list[Attended | None], str]:
+def fitted(maps: Sequence[AttentionMaps]) -> tuple[list[AttentionMaps | None], str]:
     """Every map, cut alike, or None where it doesn't fit any more; and what was left out, in words."""
     window = next((w for w in WINDOWS if sum(_bytes(_cut(m, w)) for m in maps[:MOST_MAPS]) <= MOST_BYTES), WINDOWS[-1])
-    kept: list[Attended | None] = []
+    kept: list[AttentionMaps | None] = []
     left = MOST_BYTES
     for number, attended in enumerate(maps):
         cut = _cut(attended, window) if number < MOST_MAPS else None
@@ -36,7 +36,7 @@ def fitted(maps: Sequence[Attended]) -> tuple[list[Attended | None], str]:
     return kept, f"To keep the page small, {', and '.join(notes)}." if notes else ""
 
 
-def encoded(attended: Attended) -> dict[str, Any]:
+def encoded(attended: AttentionMaps) -> dict[str, Any]:
     """JSON-able."""
     shown = set(attended.rows.tolist())
     return {
@@ -55,7 +55,7 @@ def encoded(attended: Attended) -> dict[str, Any]:
     }
 
 
-def _cut(attended: Attended, size: int) -> Attended:
+def _cut(attended: AttentionMaps, size: int) -> AttentionMaps:
     rows = slice(max(0, len(attended.rows) - size), None)
     end = max(1, int((attended.columns <= attended.rows[-1]).sum()))
     columns = slice(max(0, end - size), end)
@@ -71,7 +71,7 @@ def _cut(attended: Attended, size: int) -> Attended:
     )
 
 
-def _bytes(attended: Attended) -> int:
+def _bytes(attended: AttentionMaps) -> int:
     return attended.weights.size * 5
 
 

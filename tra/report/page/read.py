@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tra.runs.attention_file import Attended, read_attend
+from tra.runs import AttentionMaps, read_attention
 
 Row = dict[str, Any]
 NUMBERS = {
@@ -42,7 +42,7 @@ class PageRun(NamedTuple):
     evaluation: list[Row]
     diagnosis: list[Row]
     perplexity: list[Row]
-    maps: Attended | None
+    maps: AttentionMaps | None
 
     @property
     def mechanism(self) -> str:
@@ -103,8 +103,8 @@ def _read(folder: Path) -> tuple[PageRun, list[str]]:
     return PageRun(str(folder), config, sessions, metrics, evaluation, diagnosis, perplexity, maps), notes
 
 
-def _maps(file: Path) -> Attended:
-    maps = read_attend(file)
+def _maps(file: Path) -> AttentionMaps:
+    maps = read_attention(file)
     if maps.weights.size == 0 or (len(maps.row_symbols), len(maps.symbols)) != maps.weights.shape[2:]:
         raise ValueError(f"{file.name} is damaged: a symbol is due for every query and key")
     return maps
