@@ -18,7 +18,8 @@ from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from tra.report._style import NAMES, save, styled
+from tra.report.names import name_of
+from tra.report.style import save, styled
 from tra.runs import AttentionMaps, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -83,7 +84,7 @@ def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[s
         if any(not np.array_equal(a, b) for a, b in zip(first[:4], other[:4], strict=True)):
             raise ValueError("the runs looked at different windows: attend to the same sequence with all of them")
     drawn = panels(found)
-    names = names or [NAMES.get(attended.mechanism, attended.mechanism) for attended in found]
+    names = names or [name_of(attended.mechanism) for attended in found]
     n_rows, n_columns = (1 + max(getattr(panel, way) for panel in drawn) for way in ("row", "column"))
     tall, wide = drawn[0].weights.shape
     cell = min(0.11, LARGEST / (n_columns * wide), LARGEST / (n_rows * tall))
