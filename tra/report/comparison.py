@@ -33,8 +33,8 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     header = ["mechanism", "lr", *(f"{row['split']} ({length_text(row)})" for row in first.evaluation)]
     rows = []
     for mechanism, group in groups.items():
-        levels = [exact_match(group, split) for split in splits]
-        texts = [f"{level._replace(form='.3f').text}" if len(group) > 1 else f"{level.mean:.3f}" for level in levels if level]
+        levels = [level for split in splits if (level := exact_match(group, split))]
+        texts = [level.text if level.runs > 1 else f"{level.mean:.3f}" for level in levels]
         rows.append([name_of(mechanism), f"{group[0].config['optim']['lr']:g}", *texts])
     lines = [
         f"# {first.task}: every mechanism",

@@ -146,6 +146,4 @@ def draw_positions(losses: dict[str, list[tuple[int, float | None, int]]], path:
 
 
 def _subplots(rows: int, columns: int, size: tuple[float, float]) -> Any:
-    return plt.subplots(
-        rows, columns, figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
-    )
+    return plt.subplots(rows, columns, figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained")

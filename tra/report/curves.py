@@ -77,8 +77,9 @@ def perplexity(runs: Runs, text: str, overlap: str, window: int) -> Level | None
     """Return the perplexity of a text, a geometric mean over seeds."""
     rows = [row for run in runs for row in perplexity_rows(run, text, overlap) if row["window"] == window]
     if len(rows) == 1:
-        middle, low, high = rows[0]["perplexity"], rows[0].get("low"), rows[0].get("high")
-        return Level(middle, middle, middle, 1, ".1f") if None in (low, high) else Level(middle, low, high, 1, ".1f")
+        mean: float = rows[0]["perplexity"]
+        low, high = rows[0].get("low"), rows[0].get("high")  # None where there is one document
+        return Level(mean, mean if low is None else low, mean if high is None else high, 1, ".1f")
     level = _level([row["perplexity"] for row in rows], ".1f")
     return level and level._replace(mean=math.exp(sum(row["loss"] for row in rows) / len(rows)))
 
@@ -169,8 +170,11 @@ def training_curve(runs: Runs, measure: str = "loss") -> Curve:
     is_loss = measure == "loss"
     seeds = []
     for run in runs:
-        values = {int(row["step"]): row.get(measure) for row in run.metrics}
-        shown = {step: value for step, value in values.items() if is_finite(value) and (value > 0 or not is_loss)}
+        shown: dict[int, float] = {
+            int(row["step"]): row[measure]
+            for row in run.metrics
+            if is_finite(row.get(measure)) and (row[measure] > 0 or not is_loss)
+        }
         seeds += [shown] if shown else []
     if not seeds:
         return Curve([], [])

@@ -13,7 +13,7 @@ from tra.report.style import bar_hatch, colour_of, save, styled
 
 
 def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
-    """Draw rows of eval.jsonl with their 95 % intervals. A line separates longer test sets from those of the first's length.
+    """Draw rows of eval.jsonl with their 95 % intervals, and a line before the test sets longer than the first.
 
     Args:
         results: The rows of each mechanism, of the same splits in the same order.

@@ -10,8 +10,8 @@ from typing import Any
 from tra.report.names import NAMES, name_of
 from tra.report.runs import EvaluatedRun, Problem
 
-MAY_DIFFER = ("task.", "evaluate.", "version", "train.seed", "train.compile", "train.log_every")
-MAY_DIFFER += ("train.checkpoint_every",)
+_HABITS = ("seed", "compile", "log_every", "checkpoint_every")
+MAY_DIFFER = ("task.", "evaluate.", "version", *(f"train.{name}" for name in _HABITS))
 """Settings in which runs of one group may differ: they don't change what is learnt, or are compared elsewhere."""
 
 

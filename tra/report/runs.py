@@ -179,13 +179,18 @@ def _load(folder: Path) -> tuple[EvaluatedRun, dict[str, str]]:
             notes["environment.json"] = "environment.json names no session"
     except ValueError as error:
         notes["environment.json"] = str(error)
-    rows = [
-        _read_rows(file, notes)
-        for file in (files.metrics_file, files.evaluation_file, files.diagnosis_file, files.perplexity_file)
-    ]
-    if not rows[0]:
+    run = EvaluatedRun(
+        config,
+        sessions,
+        metrics=_read_rows(files.metrics_file, notes),
+        evaluation=_read_rows(files.evaluation_file, notes),
+        diagnosis=_read_rows(files.diagnosis_file, notes),
+        perplexity=_read_rows(files.perplexity_file, notes),
+        name=str(folder),
+    )
+    if not run.metrics:
         notes.setdefault("metrics.jsonl", "has no metrics.jsonl, so no training curve")
-    return EvaluatedRun(config, sessions, *rows, name=str(folder)), notes
+    return run, notes
 
 
 def _read_json(file: Path) -> Any:

@@ -8,7 +8,7 @@ from tra.runs.environment import environment
 from tra.runs.files import locked_folder_beside, write_arrays, write_atomically
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.intervals import bootstrap_interval, perplexity_ratio, wilson_interval
-from tra.runs.rows import exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
+from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 
 __all__ = [
     "LEVELS",
@@ -17,6 +17,7 @@ __all__ = [
     "RunFolder",
     "bootstrap_interval",
     "environment",
+    "exact_digits",
     "exact_text",
     "length_text",
     "locked_folder_beside",

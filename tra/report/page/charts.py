@@ -1,4 +1,4 @@
-"""Turn the curves of a section into what the page's script draws: columns of numbers, and the words that go with them."""
+"""Turn curves into what the page's script draws: columns of numbers, and the words that go with them."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def _chart(kind: str, title: str, x_title: str, trained: int | None, measures: L
     return {"kind": kind, "title": title, "x_title": x_title, "x_log": log, "trained": trained, "measures": measures}
 
 
-def _lines_by_length(
-    section: Section, splits: Sequence[Split], level_of: Callable[[Runs, str], Level | None]
-) -> Lines:
+def _lines_by_length(section: Section, splits: Sequence[Split], level_of: Callable[[Runs, str], Level | None]) -> Lines:
     """Return a line through the first test set of every length; others of that length are points beside it."""
     through = first_of_length(splits)
     lines: Lines = []
