@@ -66,7 +66,7 @@ class Split(NamedTuple):
 
 def exact_match(runs: Runs, split: str) -> Level | None:
     """Return the share of sequences without an error, a mean over seeds."""
-    rows = _rows_of_split(runs, _evaluation, split)
+    rows = [row for run in runs for row in _newest(run.evaluation, split)]
     if len(rows) == 1:
         form = f".{exact_digits(rows[0].get('examples', 0))}f"
         return Level(rows[0]["exact"], rows[0]["low"], rows[0]["high"], 1, form)
@@ -86,7 +86,8 @@ def perplexity(runs: Runs, text: str, overlap: str, window: int) -> Level | None
 
 def diagnosis(measure: str, runs: Runs, split: str, layer: int | None = None) -> Level | None:
     """Return a measure of diagnose.jsonl, a mean over layers (or of one layer), heads and seeds."""
-    means = [_mean_over_heads(row.get(measure), layer) for row in _rows_of_split(runs, _diagnosis, split)]
+    rows = [row for run in runs for row in _newest(run.diagnosis, split)]
+    means = [_mean_over_heads(row.get(measure), layer) for row in rows]
     return _level([mean for mean in means if mean is not None], ",.0f" if measure == "reach" else ".3f")
 
 
@@ -97,7 +98,7 @@ def splits_of(runs: Runs, diagnosed: bool = False) -> list[Split]:
     """
     found: dict[str, Split] = {}
     for run in runs:
-        for row in _diagnosis(run) if diagnosed else _evaluation(run):
+        for row in run.diagnosis if diagnosed else run.evaluation:
             lengths = dict.fromkeys((row.get("shortest", row["longest"]), row["longest"]))
             label = "-".join(f"{length:,}" for length in lengths)
             found.setdefault(row["split"], Split(row["split"], int(row["longest"]), label))
@@ -192,17 +193,9 @@ def _level(values: Sequence[float], form: str, geometric: bool = False) -> Level
     return Level(mean, min(values), max(values), len(values), form)
 
 
-def _rows_of_split(runs: Runs, rows_of: Callable[[EvaluatedRun], list[Row]], split: str) -> list[Row]:
-    """Return the newest row of every run, which stands last."""
-    return [row for run in runs for row in [row for row in rows_of(run) if row["split"] == split][-1:]]
-
-
-def _evaluation(run: EvaluatedRun) -> list[Row]:
-    return run.evaluation
-
-
-def _diagnosis(run: EvaluatedRun) -> list[Row]:
-    return run.diagnosis
+def _newest(rows: Sequence[Row], split: str) -> list[Row]:
+    """Return the last row of a test set, if there is one."""
+    return [row for row in rows if row["split"] == split][-1:]
 
 
 def _mean_over_heads(measure: Any, layer: int | None) -> float | None:

@@ -15,8 +15,8 @@ from tra.report.runs import Problem
 __all__ = ["Problem", "page_text", "write_page"]
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("base.js", "mechanisms.js", "charts.js", "tables.js", "maps.js", "page.js")
-STYLES = ("page.css", "parts.css")
+SCRIPTS = ("base.js", "charts.js", "tables.js", "maps.js", "page.js")
+STYLE, TEMPLATE = "page.css", "template.html"
 ESCAPES: dict[str, str | int | None] = {
     "<": "\\u003c",
     ">": "\\u003e",
@@ -40,8 +40,9 @@ def page_text(data: dict[str, Any]) -> str:
     """Return the HTML. Only scripts with the right digest run, nothing is fetched, and no text of a run is HTML."""
     from plotly.offline import get_plotlyjs
 
-    own, style = (
-        "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names) for names in (SCRIPTS, STYLES)
+    own, style, template = (
+        "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
+        for names in (SCRIPTS, (STYLE,), (TEMPLATE,))
     )
     scripts = [get_plotlyjs(), f'"use strict";\n(() => {{\n{own}\n}})();\n']
     # browsers read \r\n as \n before they take the digest
@@ -55,7 +56,6 @@ def page_text(data: dict[str, Any]) -> str:
         "PLOTLY": scripts[0],
         "SCRIPT": scripts[1],
     }
-    template = (FOLDER / "template.html").read_text(encoding="utf-8")
     pieces = template.split("@@")  # text, name, text, …, text: what is put in is not searched for names
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 

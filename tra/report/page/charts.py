@@ -7,20 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from tra.report.curves import (
-    Curve,
-    Level,
-    Runs,
-    Split,
-    curve_of,
-    diagnosis,
-    exact_match,
-    first_of_length,
-    perplexity_curve,
-    splits_of,
-    texts_of,
-    training_curve,
-)
+from tra.report import curves
+from tra.report.curves import Curve, Level, Runs, Split
 from tra.report.groups import Section
 from tra.report.names import FAILURES, overlap_text, training_title
 
@@ -41,28 +29,28 @@ def charts(section: Section) -> list[dict[str, Any]]:
     """Return all charts of a section, those by length first."""
     found: list[dict[str, Any]] = []
     trained = section.runs[0].trained_length
-    if splits := splits_of(section.runs):
-        lines = _lines_by_length(section, splits, exact_match)
+    if splits := curves.splits_of(section.runs):
+        lines = _lines_by_length(section, splits, curves.exact_match)
         measure = _measure("exact", "sequences without an error", lines, unit=True)
         found.append(_chart("length", "Exact match by length", "length of the input", trained, [measure]))
-    for text, overlap in texts_of(section.runs):
-        curves = [perplexity_curve(group.runs, text, overlap) for group in section.groups]
-        measure = _measure("perplexity", "perplexity", _lines(curves, lambda window: f"window {window:,}"), log=True)
+    for text, overlap in curves.texts_of(section.runs):
+        by_group = [curves.perplexity_curve(group.runs, text, overlap) for group in section.groups]
+        measure = _measure("perplexity", "perplexity", _lines(by_group, lambda window: f"window {window:,}"), log=True)
         title = f"Perplexity by window: {overlap_text(text, overlap)}"
         found.append(_chart("perplexity", title, "window, tokens", trained, [measure]))
     for text, splits in _diagnosed_splits(section).items():
         measures = []
         for name, title in DIAGNOSES.items():
-            if lines := _lines_by_length(section, splits, partial(diagnosis, name)):
+            if lines := _lines_by_length(section, splits, partial(curves.diagnosis, name)):
                 measures.append(_measure(name, title, lines, unit=name != "reach", log=name == "reach"))
         if measures:
             title = f"The failures of attention by length{f': {text}' if text else ''}"
             found.append(_chart("failures", title, "length of the input", trained, measures))
     measures = []
     for name, title in TRAINING.items():
-        curves = [_thinned(training_curve(group.runs, name)) for group in section.groups]
+        by_group = [_thinned(curves.training_curve(group.runs, name)) for group in section.groups]
         kind = "geometric mean" if name == "loss" else "mean"
-        lines = _lines(curves, lambda step: f"step {step:,}", kind)
+        lines = _lines(by_group, lambda step: f"step {step:,}", kind)
         if any(value for line in lines for value in line["y"]):
             title = title or training_title(any(line["several"] for line in lines))
             measures.append(_measure(name, title, lines, unit=name != "loss", log=name == "loss"))
@@ -84,22 +72,21 @@ def _chart(kind: str, title: str, x_title: str, trained: int | None, measures: L
 
 def _lines_by_length(section: Section, splits: Sequence[Split], level_of: Callable[[Runs, str], Level | None]) -> Lines:
     """Return a line through the first test set of every length; others of that length are points beside it."""
-    through = first_of_length(splits)
+    through = curves.first_of_length(splits)
     lines: Lines = []
     for number, group in enumerate(section.groups):
         for chosen in (through, [split for split in splits if split not in through]):
             levels = [(split, level_of(group.runs, split.name)) for split in chosen]
             words = [f"{split.name}, length {split.label}" for split, level in levels if level]
-            curve = curve_of((split.length, level) for split, level in levels)
+            curve = curves.curve_of((split.length, level) for split, level in levels)
             lines += _line(number, curve, words, alone=chosen is not through)
     return lines
 
 
-def _lines(curves: Iterable[Curve], where: Callable[[int], str], kind: str = "mean") -> Lines:
+def _lines(by_group: Iterable[Curve], where: Callable[[int], str], kind: str = "mean") -> Lines:
     """Return a line per group; `where` puts a point's place into words."""
-    return [
-        line for number, curve in enumerate(curves) for line in _line(number, curve, map(where, curve.x), kind=kind)
-    ]
+    numbered = enumerate(by_group)
+    return [line for number, curve in numbered for line in _line(number, curve, map(where, curve.x), kind=kind)]
 
 
 def _line(number: int, curve: Curve, where: Iterable[str], alone: bool = False, kind: str = "mean") -> Lines:
@@ -129,7 +116,7 @@ def _thinned(curve: Curve) -> Curve:
 def _diagnosed_splits(section: Section) -> dict[str, list[Split]]:
     """Return the test sets with a diagnosis; those of language models by text, as their splits read text/window."""
     found: dict[str, list[Split]] = {}
-    for split in splits_of(section.runs, diagnosed=True):
+    for split in curves.splits_of(section.runs, diagnosed=True):
         found.setdefault(split.name.rsplit("/", 1)[0] if section.task == "text" else "", []).append(split)
     return found
 

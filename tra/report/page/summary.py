@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from tra.report.curves import (
-    Split,
-    diagnosis,
-    exact_match,
-    first_of_length,
-    perplexity,
-    ratio_of,
-    splits_of,
-    texts_of,
-    windows_of,
-)
+from tra.report import curves
+from tra.report.curves import Split
 from tra.report.groups import Group, Section, differing_settings
 from tra.report.names import FAILURES, overlap_text
 
@@ -49,9 +40,9 @@ Verdict = Literal["holds", "mixed", "falls", "not learnt", "not measured"]
 def summary(section: Section) -> list[Paragraph]:
     """Return the paragraphs of a section."""
     found = [_trained(section)]
-    if splits := splits_of(section.runs):
+    if splits := curves.splits_of(section.runs):
         found += _by_length(section, splits)
-    found += [_by_window(section, text, overlap) for text, overlap in texts_of(section.runs)]
+    found += [_by_window(section, text, overlap) for text, overlap in curves.texts_of(section.runs)]
     return found + _failures(section)
 
 
@@ -59,9 +50,7 @@ def _trained(section: Section) -> Paragraph:
     groups, runs = section.groups, section.runs
     mechanisms = len({group.mechanism for group in groups})
     seeds = {len(group.runs) for group in groups}
-    each = (
-        f"{_number(min(seeds), 'seed').lower()} each" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds each"
-    )
+    each = _number(min(seeds), "seed").lower() if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
     settings = f", in {len(groups)} settings" if len(groups) > mechanisms else ""
     text = f"{_number(mechanisms, 'mechanism')}{settings}, {each} each."
     shared = []
@@ -82,7 +71,7 @@ def _trained(section: Section) -> Paragraph:
 
 def _by_length(section: Section, splits: Sequence[Split]) -> list[Paragraph]:
     base = next((split for split in splits if split.name == "iid"), splits[0])  # as the training set, else the shortest
-    longest = first_of_length(splits)[-1]
+    longest = curves.first_of_length(splits)[-1]
     found: list[Paragraph] = []
     if longest.length > base.length:
         is_trained = base.length == section.runs[0].trained_length
@@ -117,7 +106,7 @@ def _verdicts(section: Section, splits: Sequence[Split], base: Split, longest: S
     if judged["mixed"]:
         items.append(f"Hold up with some seeds only: {_levels(judged['mixed'], longest)}.")
     for group in judged["falls"]:
-        before, after = exact_match(group.runs, base.name), exact_match(group.runs, longest.name)
+        before, after = curves.exact_match(group.runs, base.name), curves.exact_match(group.runs, longest.name)
         assert before is not None
         assert after is not None
         longer = [split for split in splits if split.length > base.length]
@@ -153,17 +142,17 @@ def _verdict(group: Group, base: Split, split: Split) -> Verdict:
 def _by_window(section: Section, text: str, overlap: str) -> Paragraph:
     items = []
     for group in section.groups:
-        if not (windows := windows_of(group.runs, text, overlap)):
+        if not (windows := curves.windows_of(group.runs, text, overlap)):
             continue
         trained, longest = section.runs[0].trained_length, windows[-1]
         base = trained if trained in windows else windows[0]
-        before, after = (perplexity(group.runs, text, overlap, window) for window in (base, longest))
+        before, after = (curves.perplexity(group.runs, text, overlap, window) for window in (base, longest))
         assert before is not None
         assert after is not None
         if longest == base:
             items.append(f"{group.label}: {before.text} at window {base:,}.")
             continue
-        ratios = [found for run in group.runs if (found := ratio_of(run, longest, run, base, text, overlap))]
+        ratios = [found for run in group.runs if (found := curves.ratio_of(run, longest, run, base, text, overlap))]
         rises, falls = all(ratio.low > 1 for ratio in ratios), all(ratio.high < 1 for ratio in ratios)
         verb = "goes" if not ratios else "rises" if rises else "falls" if falls else "goes"
         words = f"{group.label} {verb} from {before.text} at window {base:,} to {after.text} at {longest:,}"
@@ -179,11 +168,11 @@ def _by_window(section: Section, text: str, overlap: str) -> Paragraph:
 
 def _failures(section: Section) -> list[Paragraph]:
     """Return what attention does wrong on the longest sequences that were diagnosed."""
-    splits = first_of_length(splits_of(section.runs, diagnosed=True))[-1:]
+    splits = curves.first_of_length(curves.splits_of(section.runs, diagnosed=True))[-1:]
     items = []
     for measure in MAIN_FAILURES:
         for split in splits:
-            levels = [(group.label, diagnosis(measure, group.runs, split.name)) for group in section.groups]
+            levels = [(group.label, curves.diagnosis(measure, group.runs, split.name)) for group in section.groups]
             found = sorted((level.mean, f"{label} {level.text}") for label, level in levels if level)
             if not found:
                 continue
@@ -197,7 +186,7 @@ def _failures(section: Section) -> list[Paragraph]:
 
 
 def _levels(groups: Sequence[Group], split: Split) -> str:
-    levels = [(group.label, exact_match(group.runs, split.name)) for group in groups]
+    levels = [(group.label, curves.exact_match(group.runs, split.name)) for group in groups]
     return "; ".join(f"{label} {level.text}" for label, level in levels if level)
 
 
