@@ -16,7 +16,7 @@ from tra.report.curve_figures import (
     training_curves,
 )
 from tra.report.curves import perplexity_rows, ratio_of, texts_of, windows_of
-from tra.report.markdown import facts_table, read_notes, table
+from tra.report.markdown import facts_table, grid, read_notes, table
 from tra.report.names import name_of
 from tra.report.runs import EvaluatedRun, by_mechanism
 
@@ -121,12 +121,12 @@ def _trained_window(runs: Sequence[EvaluatedRun]) -> int:
 
 
 def _perplexity_table(curves: Curves) -> list[str]:
-    windows = sorted({window for curve in curves.values() for window in curve.x})
-    rows = []
-    for mechanism, curve in curves.items():
-        levels = dict(zip(curve.x, curve.levels, strict=True))
-        rows.append([name_of(mechanism), *(levels[w].text if w in levels else "" for w in windows)])
-    return table(["mechanism", *(f"{window:,}" for window in windows)], rows)
+    windows = {window: f"{window:,}" for window in sorted({window for curve in curves.values() for window in curve.x})}
+    texts = {
+        name_of(mechanism): {window: level.text for window, level in zip(curve.x, curve.levels, strict=True)}
+        for mechanism, curve in curves.items()
+    }
+    return grid("mechanism", windows, texts)
 
 
 def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
@@ -137,14 +137,14 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
     lines = ["", "## Perplexity over that of TRA", ""]
     lines += ["Paired by document, with 95 % intervals; above 1 TRA is better."]
     for text in _texts(runs):
-        windows = windows_of([tra], text, "none")
+        windows = {window: f"{window:,}" for window in windows_of([tra], text, "none")}
         rows = []
         for run in (run for group in by_mechanism(runs).values() for run in group if run.mechanism != "tra"):
             ratios = [ratio_of(run, window, tra, window, text) for window in windows]
             if any(ratios):
                 rows.append([name_of(run.mechanism), *(ratio.text if ratio else "" for ratio in ratios)])
         if rows:
-            lines += ["", *table([text, *(f"{window:,}" for window in windows)], rows)]
+            lines += ["", *table([text, *windows.values()], rows)]
     return lines
 
 
@@ -152,12 +152,12 @@ def _positions(runs: Sequence[EvaluatedRun]) -> list[str]:
     lines: list[str] = []
     for text in _texts(runs):
         if losses := losses_by_position(runs, text):
-            ends = [f"{end:,}" for end, _, _ in next(iter(losses.values()))]
-            rows = [
-                [name_of(mechanism), *("" if mean is None else f"{mean:.2f}" for _, mean, _ in positions)]
+            ends = {end: f"{end:,}" for end, _, _ in next(iter(losses.values()))}
+            texts = {
+                name_of(mechanism): {end: f"{mean:.2f}" for end, mean, _ in positions if mean is not None}
                 for mechanism, positions in losses.items()
-            ]
-            lines += ["", f"{text}:", "", *table(["place up to", *ends], rows)]
+            }
+            lines += ["", f"{text}:", "", *grid("place up to", ends, texts)]
     title = ["", f"## Loss by place in a window of {POSITIONS_WINDOW:,}", "", "![loss by place](places.png)"]
     return title + lines if lines else []
 
@@ -186,7 +186,7 @@ def _heads_of_tra(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 def _rates(archive: Path) -> list[str]:
     """Return a table of validation perplexity at the training window, by variant and learning rate."""
-    found: dict[str, dict[float, float]] = {}
+    found: dict[str, dict[float, str]] = {}
     steps = 0
     with tarfile.open(archive) as files:
         for member in sorted(files.getnames()):
@@ -196,18 +196,14 @@ def _rates(archive: Path) -> list[str]:
                 config = json.loads(_read(files, f"{folder}/config.json"))
                 steps = config["train"]["steps"]
                 variant = folder.rsplit("/", 1)[-1].rsplit("-", 1)[0]
-                found.setdefault(variant, {})[config["optim"]["lr"]] = row["perplexity"]
-    rates = sorted({rate for by_rate in found.values() for rate in by_rate})
-    rows = [
-        [variant, *(f"{by_rate[rate]:.1f}" if rate in by_rate else "" for rate in rates)]
-        for variant, by_rate in found.items()
-    ]
+                found.setdefault(variant, {})[config["optim"]["lr"]] = f"{row['perplexity']:.1f}"
+    rates = {rate: f"{rate:g}" for rate in sorted({rate for by_rate in found.values() for rate in by_rate})}
     return [
         f"{steps:,} steps of `tra suite run language-rates`: perplexity of held-out articles at the training window. "
         "`pre` is the pre-norm block, `norm` normalises queries and keys (TRA always does), `slow` starts with a gate "
         "bias of 3.",
         "",
-        *table(["variant", *(f"{rate:g}" for rate in rates)], rows),
+        *grid("variant", rates, found),
     ]
 
 

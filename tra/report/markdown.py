@@ -18,6 +18,16 @@ def _row(cells: Sequence[Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def grid(corner: str, columns: dict[Any, str], rows: dict[str, dict[Any, str]]) -> list[str]:
+    """Return a table of cells by row and column, empty where there is none, without rows that have none.
+
+    Args:
+        columns: The heads of the columns, in order.
+    """
+    filled = [[name, *(cells.get(column, "") for column in columns)] for name, cells in rows.items() if cells]
+    return table([corner, *columns.values()], filled)
+
+
 def facts_table(
     names: Sequence[str], runs: Sequence[EvaluatedRun], facts: dict[str, Callable[[EvaluatedRun], Any]]
 ) -> list[str]:
