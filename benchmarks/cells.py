@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tra.presets import preset
-from tra.runs.folder import environment
+from tra.runs import environment
 from tra.suite.grid import Cell
 from tra.suite.local import run_suite
 

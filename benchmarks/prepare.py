@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tra.runs.folder import environment
+from tra.runs import environment
 from tra.text import shipped_text
 
 MEGABYTES = (25, 100)

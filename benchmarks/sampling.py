@@ -13,7 +13,7 @@ import torch
 
 from tra.bench._timing import wait_for
 from tra.presets import preset
-from tra.runs.folder import RunFolder, environment
+from tra.runs import RunFolder, environment
 from tra.training.trainer import STEPS_PER_DRAW, Trainer
 
 PRESETS = ("flipflop", "copy", "induct", "instruct", "mqar")

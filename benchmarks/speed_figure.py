@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tra.report._style import COLOURS, SETTINGS, save
+from tra.report.style import COLOURS, SETTINGS, save
 
 LINES = {
     # (contender, gates): label, colour, line and marker

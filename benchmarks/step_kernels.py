@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tra.bench.step import SHAPES, run_config
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.training import Trainer
 
 STEPS, SHOWN = 9, 30

@@ -14,8 +14,7 @@ from tra.bench.decode import LAYOUTS
 from tra.cli.main import VERBS
 from tra.hub.export import export_run
 from tra.presets import PRESETS
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ from tra.bench.decode import (
 from tra.bench.kernels import SHIPPED
 from tra.cli.main import parse
 from tra.ops.triton import decode
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.text.task import Stream
 
 CPU = torch.device("cpu")

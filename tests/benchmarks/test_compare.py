@@ -14,7 +14,7 @@ from tra.bench.kernels import SHIPPED, Case, cases, make_inputs, trained_inputs
 from tra.cli.main import parse
 from tra.model import Decoder
 from tra.presets import preset
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.tasks import FlipFlop
 
 CPU = torch.device("cpu")

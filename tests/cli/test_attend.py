@@ -18,8 +18,7 @@ from tra.cli.main import main
 from tra.evaluation import attention_maps as maps
 from tra.evaluation.attention_maps import InputSequence, attend, task_sequence
 from tra.presets import preset
-from tra.runs.attention_file import read_attend, weights_of
-from tra.runs.folder import SHIPPED, RunFolder
+from tra.runs import SHIPPED, RunFolder, read_attention, weights_of
 from tra.tasks import Copy, FlipFlop
 from tra.text import load_tokenizer
 from tra.text.store import StoreWriter, TokenPart
@@ -155,7 +154,7 @@ def test_the_shipped_run_is_drawn_and_stays_as_it_is(command: Command, tmp_path:
     status, said = command("attend", "flipflop-tra", "--layers", 3)
     assert (status, said.split()) == (0, ["attend-flipflop-tra.npz", "attend.png"])
     assert {path: path.stat().st_mtime_ns for path in (SHIPPED / "flipflop-tra").iterdir()} == before
-    found = read_attend(tmp_path / "attend-flipflop-tra.npz")
+    found = read_attention(tmp_path / "attend-flipflop-tra.npz")
     assert found.weights.shape == (1, 4, 64, 64)
     assert found.title == "flipflop, iid, seed 0, 448 to 511 of 512"
     # What the paper claims, seen in numbers: at a read, some head of the last layer looks at the last write alone.
@@ -169,14 +168,14 @@ def test_the_shipped_run_is_drawn_and_stays_as_it_is(command: Command, tmp_path:
 def test_a_sequence_that_is_written_out(command: Command, tmp_path: Path) -> None:
     assert command("attend", "flipflop-tra", "--text", "w1i0r1", "--heads", 0, "--out", "deep/short.svg")[0] == 0
     assert (tmp_path / "deep/short.svg").read_text().lstrip().startswith("<?xml")
-    found = read_attend(tmp_path / "deep/short-flipflop-tra.npz")
+    found = read_attention(tmp_path / "deep/short-flipflop-tra.npz")
     assert (found.symbols.tolist(), found.marked.tolist(), found.heads.tolist()) == (list("w1i0r1"), [4], [0])
 
 
 def test_runs_side_by_side_look_at_the_same(command: Command, runs: Path, tmp_path: Path) -> None:
     status, said = command("attend", "flipflop-tra", runs / "flipflop-tra", "--split", "dense", "--out", "both.png")
     assert (status, said.split()) == (0, ["both-flipflop-tra.npz", str(runs / "flipflop-tra/attend.npz"), "both.png"])
-    ours, other = read_attend(tmp_path / "both-flipflop-tra.npz"), read_attend(runs / "flipflop-tra/attend.npz")
+    ours, other = read_attention(tmp_path / "both-flipflop-tra.npz"), read_attention(runs / "flipflop-tra/attend.npz")
     assert ours.symbols.tolist() == other.symbols.tolist()
     assert (ours.weights.shape[:2], other.weights.shape[:2]) == ((4, 4), (2, 2))
     assert (tmp_path / "both.png").stat().st_size > 5000
@@ -185,7 +184,7 @@ def test_runs_side_by_side_look_at_the_same(command: Command, runs: Path, tmp_pa
 def test_a_language_model(command: Command, runs: Path, tmp_path: Path) -> None:
     status, said = command("attend", runs / "text-tra", "--prompt", "to $1 or\nto $2")
     assert (status, said.split()) == (0, [str(runs / "text-tra/attend.npz"), str(runs / "text-tra/attend.png")])
-    found = read_attend(runs / "text-tra/attend.npz")
+    found = read_attention(runs / "text-tra/attend.npz")
     assert found.symbols.tolist() == ["<sep>", *"to $1 or\nto $2"]
     assert (found.marked.tolist(), found.mechanism) == ([], "tra")
 
@@ -195,9 +194,9 @@ def test_a_language_model(command: Command, runs: Path, tmp_path: Path) -> None:
     window = ("--start", 11, "--window", 5, "--out", "x.png")
     assert command("attend", runs / "text-tra", runs / "text-rope", "--text", "store", *window)[0] == 0
     for name in ("text-tra", "text-rope"):
-        assert "".join(read_attend(runs / name / "attend.npz").symbols) == "01234"
+        assert "".join(read_attention(runs / name / "attend.npz").symbols) == "01234"
     assert command("attend", runs / "text-rope", "--window", 300)[0] == 0
-    assert read_attend(runs / "text-rope/attend.npz").rows.tolist() == list(range(236, 300))
+    assert read_attention(runs / "text-rope/attend.npz").rows.tolist() == list(range(236, 300))
 
 
 @pytest.mark.parametrize(

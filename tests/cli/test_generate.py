@@ -15,7 +15,7 @@ import torch
 from tra.cli.continuation import TextStream
 from tra.cli.main import main
 from tra.presets import preset
-from tra.runs.folder import SHIPPED
+from tra.runs import SHIPPED
 from tra.training import train
 
 Command = Callable[..., tuple[int, str]]

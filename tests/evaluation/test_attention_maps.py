@@ -12,8 +12,7 @@ import torch
 import tra
 from tra.attention import MECHANISMS
 from tra.evaluation.attention_maps import WINDOW, attention_maps, write_maps
-from tra.runs.attention_file import LEVELS, weights_of
-from tra.runs.folder import RunFolder
+from tra.runs import LEVELS, RunFolder, weights_of
 from tra.text.task import Stream
 
 CPU = torch.device("cpu")

@@ -18,8 +18,7 @@ from tra.config import EvalConfig
 from tra.evaluation import diagnosis as module
 from tra.evaluation.diagnosis import BLOCK, Diagnosis, diagnose_run, diagnose_task, diagnose_text, measure_layer
 from tra.presets import preset
-from tra.runs.folder import RunFolder
-from tra.runs.rows import mean_over_heads, read_rows
+from tra.runs import RunFolder, mean_over_heads, read_rows
 from tra.tasks import FlipFlop
 from tra.text.task import Stream
 from tra.training import train

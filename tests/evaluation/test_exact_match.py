@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tra.config import EvalConfig
-from tra.evaluation.exact_match import draw_test_set, evaluate_rows, evaluate_run, evaluate_task, wilson
+from tra.evaluation.exact_match import draw_test_set, evaluate_rows, evaluate_run, evaluate_task
 from tra.presets import preset
-from tra.runs.folder import SHIPPED, RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import SHIPPED, RunFolder, read_rows, wilson_interval
 from tra.tasks import FlipFlop, generator
 from tra.training import train
 
@@ -40,9 +39,9 @@ class Oracle(nn.Module):
 
 def test_wilson_interval_by_hand() -> None:
     """Newcombe 1998: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611."""
-    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
-    assert wilson(20, 20)[1] == 1.0
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson_interval(20, 20)[1] == 1.0
 
 
 def test_a_perfect_reader_scores_one() -> None:

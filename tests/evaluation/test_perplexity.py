@@ -23,15 +23,13 @@ from tra.evaluation.perplexity import (
     WindowResult,
     evaluate_run_text,
     evaluate_text,
-    interval,
     pack_losses,
     spans,
     token_losses,
     unpack_losses,
     windows_that_fit,
 )
-from tra.runs.folder import RunFolder, write_arrays
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, bootstrap_interval, read_rows, write_arrays
 from tra.text.task import Stream
 
 CPU = torch.device("cpu")
@@ -208,14 +206,14 @@ def documents(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def test_interval_is_that_of_the_documents_means() -> None:
     """For many documents of like size, 1.96 standard errors either way."""
     sums, counts = documents(400)
-    low, high = interval(sums, counts)
+    low, high = bootstrap_interval(sums, counts)
     mean, error = sums.sum() / counts.sum(), (sums / counts).std() / math.sqrt(400)
     assert low < mean < high
     assert (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
 
 
 def test_interval_shrinks_with_more_documents() -> None:
-    ends = [interval(*documents(count)) for count in (3, 30, 300)]
+    ends = [bootstrap_interval(*documents(count)) for count in (3, 30, 300)]
     widths = [high - low for low, high in ends]
     assert widths[0] > 2 * widths[1] > 4 * widths[2]
 
@@ -227,7 +225,7 @@ def test_interval_of_a_result() -> None:
     assert several.high is not None
     assert several.low < several.perplexity < several.high
     sums = np.array([np.nansum(part, dtype=np.float64) for part in np.split(losses, [22, 53])])
-    assert np.log([several.low, several.high]) == pytest.approx(interval(sums, np.array([20, 30, 40])))
+    assert np.log([several.low, several.high]) == pytest.approx(bootstrap_interval(sums, np.array([20, 30, 40])))
     ((filled, _),) = evaluate_text(model, stream(20, 0, 0), (16,))
     for single in (filled, next(evaluate_text(model, stream(90), (16,)))[0]):
         assert single.documents == 1

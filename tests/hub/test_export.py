@@ -24,7 +24,7 @@ from tra.cli.main import parse
 from tra.hub.export import export_run
 from tra.model import Decoder
 from tra.presets import preset
-from tra.runs.folder import RunFolder, environment, write_rows
+from tra.runs import RunFolder, environment, write_rows
 from tra.tasks import TASKS, generator
 from tra.text import load_tokenizer
 
@@ -245,7 +245,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import tra.hub.export as exporting
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 
 def wait(*_):
     print("now", flush=True)

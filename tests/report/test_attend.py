@@ -11,15 +11,14 @@ import pytest
 from PIL import Image
 
 from tra.report.heatmaps import draw_attention, panels, shown_symbol
-from tra.runs.attention_file import Attended, read_attend
-from tra.runs.folder import write_arrays
+from tra.runs import AttentionMaps, read_attention, write_arrays
 
 
-def attended(rows: range = range(4), columns: range = range(4), **changes: Any) -> Attended:
+def attended(rows: range = range(4), columns: range = range(4), **changes: Any) -> AttentionMaps:
     """Two layers of two heads. Weights are full where a query looks at the key before it, or at the first."""
     shape = (2, 2, len(rows), len(columns))
     before = np.array([[column == max(0, row - 1) for column in columns] for row in rows])
-    found = Attended(
+    found = AttentionMaps(
         symbols=np.array([f"k{column}" for column in columns]),
         row_symbols=np.array([f"q{row}" for row in rows]),
         rows=np.array(rows),
@@ -40,7 +39,7 @@ def attended(rows: range = range(4), columns: range = range(4), **changes: Any) 
 def test_it_comes_back(tmp_path: Path) -> None:
     written = attended(symbols=np.array(["ä", " the", "\n", "<sep>"]))
     write_arrays(tmp_path / "attend.npz", written._asdict())
-    found = read_attend(tmp_path / "attend.npz")
+    found = read_attention(tmp_path / "attend.npz")
     assert all(np.array_equal(a, b) for a, b in zip(written, found, strict=True))
     assert (type(found.title), type(found.mechanism)) == (str, str)
 
@@ -56,7 +55,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ("short.npz", r"its null are \(2, 2, 3\), expected \(2, 2, 4\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            read_attend(tmp_path / name)
+            read_attention(tmp_path / name)
 
 
 def test_reading_needs_no_torch() -> None:
@@ -87,7 +86,7 @@ def test_what_is_drawn_where() -> None:
     assert found[0].later.astype(int).tolist() == [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
 
 
-def sliced(whole: Attended) -> dict[str, Any]:
+def sliced(whole: AttentionMaps) -> dict[str, Any]:
     """Its first layer alone."""
     return {name: getattr(whole, name)[:1] for name in ("weights", "content", "distances", "null")}
 

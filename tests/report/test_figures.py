@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from tra.attention import MECHANISMS
-from tra.report._style import COLOURS, NAMES, grouped, length_ticks, look
+from tra.report.curve_figures import exact_curves, failure_curves, training_curves
 from tra.report.figures import figures, links, write_figures
 from tra.report.heads import head_grids, kept_curves
-from tra.report.lengths import Curve, exact_curves, failure_curves
+from tra.report.names import COLOURS, NAMES
 from tra.report.runs import EvaluatedRun, read_runs
-from tra.report.training import training_curves
+from tra.report.style import length_ticks, line_style, split_into_panels
 
 RIVALS = Path(__file__).parents[2] / "results/rivals"
 
@@ -32,7 +32,7 @@ def run(mechanism: str, seed: int, exact: float, diagnosis: list[dict[str, Any]]
     config = {"task": {"name": "flipflop"}, "model": {"mechanism": mechanism}, "train": {"seed": seed}}
     metrics = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.01 * 100**seed}]
     rows = [evaluated("4x", 256, exact / 2), evaluated("iid", 64, exact), evaluated("sparse", 64, 0.0)]
-    return EvaluatedRun(config, {}, metrics, rows, diagnosis or [], [])
+    return EvaluatedRun(config, [], metrics, rows, diagnosis or [], [])
 
 
 def diagnosed(length: int, **measures: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def diagnosed(length: int, **measures: Any) -> dict[str, Any]:
 
 def test_one_seed_has_its_interval() -> None:
     (curve,) = exact_curves([run("tra", 0, 0.5)]).values()
-    assert curve.lengths == [64, 256]
+    assert curve.x == [64, 256]
     assert curve.middle == [0.5, 0.25]
     assert curve.low == pytest.approx([0.4, 0.15])
     assert curve.high == pytest.approx([0.7, 0.45])
@@ -57,12 +57,15 @@ def test_several_seeds_have_their_range() -> None:
 def test_failures_are_means_over_heads_and_seeds() -> None:
     rows = [
         [diagnosed(64, negative_mass=[[0.0, 0.2], [0.4, None]], reversed=None, lifted=[[None]])],
-        [diagnosed(64, negative_mass=[[0.4, 0.4], [0.4, 0.4]]), diagnosed(64, negative_mass=[[1.0]])],
+        [
+            diagnosed(64, negative_mass=[[0.4, 0.4], [0.4, 0.4]]),
+            diagnosed(64, negative_mass=[[1.0]]) | {"split": "harder"},
+        ],
     ]
     found = failure_curves([run("rope", seed, 1.0, row) for seed, row in enumerate(rows)])
     assert list(found) == ["negative_mass"]  # nothing was seen of the others
     (curve,) = found["negative_mass"].values()
-    assert curve.lengths == [64]
+    assert curve.x == [64]
     assert [curve.middle[0], curve.low[0], curve.high[0]] == pytest.approx([0.3, 0.2, 0.4])
 
 
@@ -89,7 +92,7 @@ def test_keys_kept_by_layer() -> None:
 
 def test_losses_are_geometric_means() -> None:
     (curve,) = training_curves([run("tra", 0, 1.0), run("tra", 1, 1.0)]).values()
-    assert curve.lengths == [1, 2]
+    assert curve.x == [1, 2]
     assert curve.middle == pytest.approx([1.0, 0.1])
     assert (curve.low, curve.high) == ([1.0, 0.01], [1.0, 1.0])
 
@@ -119,8 +122,9 @@ def test_committed_runs_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert list(curves) == list(NAMES)
     rows = [map(json.loads, (RIVALS / f"cope-{seed}/eval.jsonl").read_text().splitlines()) for seed in range(3)]
     at_4x = [row["exact"] for row in itertools.chain(*rows) if row["split"] == "4x"]
-    expected = Curve([256], [sum(at_4x) / 3], [min(at_4x)], [max(at_4x)])
-    assert [part[1] for part in curves["cope"]] == pytest.approx([part[0] for part in expected])
+    cope = curves["cope"]
+    found = [part[1] for part in (cope.x, cope.middle, cope.low, cope.high)]
+    assert found == pytest.approx([256, sum(at_4x) / 3, min(at_4x), max(at_4x)])
     for path in write_figures(runs, tmp_path):
         assert path.stat().st_size < 120_000
         assert Image.open(path).size == Image.open(RIVALS / path.name).size
@@ -129,13 +133,13 @@ def test_committed_runs_are_drawn_as_they_are(tmp_path: Path) -> None:
 def test_mechanisms_can_be_told_apart_in_grey() -> None:
     assert set(NAMES) == set(COLOURS) == set(MECHANISMS)
     assert len(set(COLOURS.values())) == len(COLOURS)
-    groups = grouped(list(NAMES))
+    groups = split_into_panels(list(NAMES))
     assert [len(group) for group in groups] == [4, 5, 5, 5]
     assert {name for group in groups for name in group} == set(NAMES)
     for group in [*groups, ["tra", "rope", "forgetting", "cope"]]:
-        assert len({str(look(name)["linestyle"]) for name in group}) == len(group)
-        assert len({look(name)["marker"] for name in group}) == len(group)
-    assert grouped(["rope", "tra"]) == [["rope", "tra"]]
+        assert len({str(line_style(name)["linestyle"]) for name in group}) == len(group)
+        assert len({line_style(name)["marker"] for name in group}) == len(group)
+    assert split_into_panels(["rope", "tra"]) == [["rope", "tra"]]
 
 
 def test_lengths_that_stand_close_share_a_number() -> None:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.report.pages import make_text_run
 from tra.config import RunConfig
-from tra.report.language import by_place, language_text, write_language
-from tra.report.perplexity import perplexity_curves, times_as_perplexed
+from tra.report.curve_figures import perplexity_curves
+from tra.report.curves import ratio_of
+from tra.report.language import language_text, losses_by_position, write_language
+from tra.report.page.data import page_data
 from tra.report.runs import EvaluatedRun, read_run, read_runs
 from tra.suite import cells
 
@@ -36,7 +39,7 @@ def row(window: int, loss: float, by_document: list[tuple[float, int]], **change
 
 def run(mechanism: str, seed: int, *rows: dict[str, Any]) -> EvaluatedRun:
     config = {"model": {"mechanism": mechanism}, "train": {"seed": seed}, "task": {"name": "text"}}
-    return EvaluatedRun(config, {}, [], [], [], list(rows))
+    return EvaluatedRun(config, [], [], [], [], list(rows))
 
 
 def test_what_is_committed_is_current() -> None:
@@ -78,8 +81,8 @@ def test_a_curve_has_means_and_a_band() -> None:
     ]
     curves = perplexity_curves(runs, "t")
     assert list(curves) == ["tra", "rope"]  # the order of tables
-    assert curves["tra"].windows == [128, 256]
-    assert curves["tra"].perplexity == pytest.approx([math.exp(1.5), math.exp(2)])
+    assert curves["tra"].x == [128, 256]
+    assert curves["tra"].middle == pytest.approx([math.exp(1.5), math.exp(2)])
     assert (curves["tra"].low[0], curves["tra"].high[0]) == pytest.approx((math.e, math.exp(2)))  # two seeds
     assert (curves["tra"].low[1], curves["tra"].high[1]) == pytest.approx((math.exp(2) - 1, math.exp(2) + 1))  # one
     assert list(perplexity_curves(runs, "t", "half")) == ["tra"]
@@ -89,10 +92,9 @@ def test_ratios_are_paired() -> None:
     """Documents that differ a hundredfold in difficulty, on which one model is always 0.1 nats worse."""
     easy_and_hard = [(10.0 * n, 10) for n in range(1, 20)]
     worse = [(nats + 0.1 * tokens, tokens) for nats, tokens in easy_and_hard]
-    found = times_as_perplexed(
-        run("rope", 0, row(128, 0.0, worse)), run("tra", 0, row(128, 0.0, easy_and_hard)), "t", 128
-    )
-    assert found == pytest.approx((math.exp(0.1),) * 3)
+    found = ratio_of(run("rope", 0, row(128, 0.0, worse)), 128, run("tra", 0, row(128, 0.0, easy_and_hard)), 128, "t")
+    assert found is not None
+    assert found[:3] == pytest.approx((math.exp(0.1),) * 3)
 
 
 def test_figures_and_page_are_written(tmp_path: Path) -> None:
@@ -100,7 +102,24 @@ def test_figures_and_page_are_written(tmp_path: Path) -> None:
     paths = write_language(runs, tmp_path)
     assert [path.name for path in paths] == ["README.md", "perplexity.png", "places.png", "training.png"]
     assert all(path.stat().st_size > 500 for path in paths)
-    assert set(by_place(runs, "wikitext-test")) == {run.mechanism for run in runs}
+    assert set(losses_by_position(runs, "wikitext-test")) == {run.mechanism for run in runs}
+
+
+def test_settings_that_are_not_stored_have_their_defaults(tmp_path: Path) -> None:
+    """As in a run of the preset text-demo, whose config names neither data nor window."""
+    folder = make_text_run(tmp_path / "run", "tra", grows=0.1)
+    config = json.loads((folder / "config.json").read_text())
+    config["task"]["arguments"] = {}
+    config["model"] |= {"block": "pre", "qk_norm": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = [json.loads(line) | {"by_position": []} for line in (folder / "perplexity.jsonl").read_text().splitlines()]
+    (folder / "perplexity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    readme, *figures = write_language(read_runs([folder]), tmp_path / "out")
+    assert "trained at window 128 on Alice's Adventures in Wonderland" in readme.read_text()
+    assert [path.name for path in figures] == ["perplexity.png", "training.png"]
+    data, problems = page_data([folder], tmp_path / "page.html")
+    assert not problems
+    assert data["sections"][0]["charts"][0]["trained"] == 128
 
 
 def test_a_text_run_without_perplexity_cannot_be_reported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.report.pages import HOSTILE, make_maps, make_run, make_text_run
-from tra.report._names import NAMES
+from tra.report.names import NAMES
 from tra.report.page import write_page
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-sync"]

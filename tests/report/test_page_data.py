@@ -59,7 +59,9 @@ def test_several_seeds_have_a_range(tmp_path: Path) -> None:
     assert (line["low"][-1], line["high"][-1]) == (0.198, 0.2)
     assert "mean and range of 3 seeds" in line["text"][-1]
     training = found["charts"][-1]["measures"][0]["lines"][0]
-    assert training["y"][0] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3, rel=1e-5)
+    assert training["y"][0] == pytest.approx((1 * 1 / 2 * 1 / 3) ** (1 / 3), rel=1e-5)
+    assert found["charts"][-1]["measures"][0]["title"] == "training loss, geometric mean"
+    assert "geometric mean and range of 3 seeds" in training["text"][0]
     assert (training["low"][0], training["high"][0]) == (pytest.approx(1 / 3, rel=1e-5), 1)
 
 

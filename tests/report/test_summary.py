@@ -67,6 +67,11 @@ def test_runs_that_cannot_be_reported(tmp_path: Path) -> None:
     shutil.copytree(FLIPFLOP / "rope", broken)
     shutil.copytree(FLIPFLOP / "rope", other)
     (broken / "eval.jsonl").unlink()
+    damaged, unnamed = tmp_path / "damaged", tmp_path / "unnamed"
+    shutil.copytree(FLIPFLOP / "rope", damaged)
+    shutil.copytree(FLIPFLOP / "rope", unnamed)
+    (damaged / "eval.jsonl").write_text((damaged / "eval.jsonl").read_text() + "{\n")
+    (unnamed / "environment.json").unlink()
     config = json.loads((other / "config.json").read_text())
     config["task"]["arguments"] = {"length": 64}
     (other / "config.json").write_text(json.dumps(config))
@@ -75,6 +80,9 @@ def test_runs_that_cannot_be_reported(tmp_path: Path) -> None:
         ([broken], "has no eval.jsonl"),
         ([FLIPFLOP / "tra", FLIPFLOP / "tra"], "two runs of tra"),
         ([FLIPFLOP / "tra", other], "different tasks"),
+        ([damaged], "1 of . lines of eval.jsonl are damaged"),
+        ([unnamed], "has no environment.json"),
+        ([tmp_path / "missing"], "doesn't exist"),
     ):
         with pytest.raises(ValueError, match=message):
             read_runs(folders)

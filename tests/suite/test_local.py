@@ -18,8 +18,7 @@ import pytest
 from tra.attention import MECHANISMS
 from tra.config import RunConfig, differences
 from tra.presets import preset
-from tra.runs.folder import RunFolder, write_rows
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows, write_rows
 from tra.suite import SUITES, Cell, Part, cells, suite
 from tra.suite.cell import run_cell
 from tra.suite.cell_process import CUT_OFF

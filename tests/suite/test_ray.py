@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.suite.test_local import cell
-from tra.runs.rows import read_rows
+from tra.runs import read_rows
 from tra.suite.cell_process import Report
 from tra.suite.ray_engine import run_on_ray
 from tra.suite.state import is_done

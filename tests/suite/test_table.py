@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.suite.test_local import cell
 from tra.cli.suite_view import SuiteView
-from tra.runs.folder import RunFolder, write_rows
+from tra.runs import RunFolder, write_rows
 from tra.suite.cell_process import Report
 from tra.suite.grid import Part
 from tra.suite.table import as_csv, as_json, as_markdown, table

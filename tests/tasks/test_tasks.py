@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tasks import slow_generators
-from tra.evaluation.exact_match import wilson
+from tra.runs import wilson_interval
 from tra.tasks import TASKS, Copy, FlipFlop, Induct, Instruct, MultiQueryRecall, Task, generator
 
 VARIANTS = {
@@ -84,27 +84,27 @@ def test_flipflop_probabilities(split: str, ignore: float) -> None:
     tokens = FlipFlop().sample(split, 400, generator(3, split)).tokens
     inner = tokens[:, 2:-2:2].flatten()
     for symbol, probability in ((2, ignore), (0, (1 - ignore) / 2), (1, (1 - ignore) / 2)):
-        low, high = wilson(int((inner == symbol).sum()), len(inner), z=5.0)
+        low, high = wilson_interval(int((inner == symbol).sum()), len(inner), z=5.0)
         assert low <= probability <= high
     bits = tokens[:, 1::2][tokens[:, ::2] != 1]  # after a write or an ignore
-    low, high = wilson(int((bits == 4).sum()), len(bits), z=5.0)
+    low, high = wilson_interval(int((bits == 4).sum()), len(bits), z=5.0)
     assert low <= 0.5 <= high
 
 
 def test_other_choices_are_uniform() -> None:
     copy = Copy(alphabet=4, shortest=50).sample("train", 500, generator(4, "x")).tokens[:, 1:51].flatten()
     for symbol in range(4, 8):
-        low, high = wilson(int((copy == symbol).sum()), len(copy), z=5.0)
+        low, high = wilson_interval(int((copy == symbol).sum()), len(copy), z=5.0)
         assert low <= 1 / 4 <= high
     operations = Instruct().sample("train", 7000, generator(4, "x")).tokens[:, 1]
     for operation in range(4, 11):
-        low, high = wilson(int((operations == operation).sum()), 7000, z=5.0)
+        low, high = wilson_interval(int((operations == operation).sum()), 7000, z=5.0)
         assert low <= 1 / 7 <= high
     task = Induct(shortest=50)
     tokens = task.sample("train", 8000, generator(4, "x")).tokens
     places = (tokens[:, 1:51] == tokens[:, 52:53]).int().argmax(1)
     for place in range(49):
-        low, high = wilson(int((places == place).sum()), 8000, z=5.0)
+        low, high = wilson_interval(int((places == place).sum()), 8000, z=5.0)
         assert low <= 1 / 49 <= high
     assert int(places.max()) == 48
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tra.runs import write_atomically
 from tra.training.checkpoint import (
     DamagedError,
     State,
@@ -15,7 +16,6 @@ from tra.training.checkpoint import (
     load_tensors,
     save_checkpoint,
     save_tensors,
-    write_atomically,
 )
 
 

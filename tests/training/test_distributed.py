@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tra.presets import preset
-from tra.runs.rows import read_rows
+from tra.runs import read_rows
 from tra.training import train
 
 CHANGES = (

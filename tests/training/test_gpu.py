@@ -12,8 +12,7 @@ import torch
 
 from tra.ops import api
 from tra.presets import preset
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.tasks import TASKS, generator
 from tra.training import Progress, Trainer, train
 from tra.training.checkpoint import load_tensors

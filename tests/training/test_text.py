@@ -20,8 +20,7 @@ from tests.training.test_trainer import assert_same_run
 from tra.config import RunConfig
 from tra.model import Decoder, DecoderConfig
 from tra.presets import preset
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.tasks import Batch
 from tra.text import load_tokenizer
 from tra.text.store import StoreWriter, TokenPart

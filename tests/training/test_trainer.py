@@ -19,8 +19,7 @@ import torch
 from tra.config import RunConfig
 from tra.model import Decoder
 from tra.presets import preset
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.tasks import generator
 from tra.training.checkpoint import checkpoints, load_checkpoint, load_tensors, save_checkpoint
 from tra.training.optimizer import adamw

@@ -24,7 +24,7 @@ import tra
 from tra.bench.kernels import _clocks, _triton_version, measure, trained_inputs
 from tra.ops.inputs import compute_dtype
 from tra.ops.triton import decode
-from tra.runs.folder import RunFolder, environment
+from tra.runs import RunFolder, environment
 from tra.text.task import Stream
 
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)

@@ -17,7 +17,7 @@ import torch
 from tra.bench._timing import wait_for
 from tra.generation import continuation
 from tra.model import Decoder, DecoderConfig
-from tra.runs.folder import environment
+from tra.runs import environment
 
 
 class Plan(NamedTuple):

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tra
 from tra.ops.inputs import compute_dtype
-from tra.runs.folder import RunFolder, environment
+from tra.runs import RunFolder, environment
 from tra.tasks import generator
 from tra.tasks.flipflop import FlipFlop
 from tra.text.task import Stream

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tra
-from tra.runs.folder import environment
+from tra.runs import environment
 
 
 @dataclass(frozen=True)

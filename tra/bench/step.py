@@ -21,7 +21,7 @@ from tra.attention import MECHANISMS
 from tra.bench._timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
-from tra.runs.folder import RunFolder, environment
+from tra.runs import RunFolder, environment
 from tra.training import Trainer
 
 VOCABULARY = 256

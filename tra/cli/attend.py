@@ -11,7 +11,7 @@ from tra.cli.options import add_device, add_list
 if TYPE_CHECKING:
     from tra.config import RunConfig
     from tra.evaluation.attention_maps import InputSequence
-    from tra.runs.folder import RunFolder
+    from tra.runs import RunFolder
     from tra.text.task import Text
 
 DESCRIPTION = """Draw what runs attend to on one sequence: a map for every layer and head.
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from tra.evaluation.attention_maps import attend
     from tra.report.heatmaps import check_figure, draw_attention
-    from tra.runs.folder import SHIPPED, RunFolder, write_arrays
+    from tra.runs import SHIPPED, RunFolder, write_arrays
     from tra.training import pick_device
 
     if not options.runs:

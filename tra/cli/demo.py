@@ -76,7 +76,7 @@ def _evaluate(folder: Path, seed: int) -> list[SplitResult]:
     from tra.cli.display import EvaluationDisplay
     from tra.evaluation.attention_maps import attend, task_sequence
     from tra.evaluation.exact_match import evaluate_run, evaluate_task
-    from tra.runs.folder import RunFolder, write_arrays
+    from tra.runs import RunFolder, write_arrays
 
     run = RunFolder(folder)
     config, model = run.config(), run.load_model()

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tra.runs.rows import exact_text, length_text, mean_over_heads
+from tra.runs import exact_text, length_text, mean_over_heads
 
 if TYPE_CHECKING:  # these import torch, which `tra prepare` doesn't need
     from tra.evaluation.diagnosis import Diagnosis

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tra.config import RunConfig
     from tra.evaluation.diagnosis import Diagnosis
     from tra.evaluation.exact_match import SplitResult
-    from tra.runs.folder import RunFolder
+    from tra.runs import RunFolder
     from tra.tasks import Task
     from tra.text.task import Stream, Text
 
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tra.runs.folder import RunFolder
+    from tra.runs import RunFolder
     from tra.text.task import Text
     from tra.training import pick_device
 
@@ -126,7 +126,7 @@ def _evaluate_task(
     from tra.cli.display import EvaluationDisplay, results_table
     from tra.evaluation.diagnosis import diagnose_run, diagnose_task
     from tra.evaluation.exact_match import evaluate_rows, evaluate_run, evaluate_task
-    from tra.runs.folder import SHIPPED
+    from tra.runs import SHIPPED
 
     model, evaluate = run.load_model(device), config.evaluate
     is_shipped = SHIPPED in run.path.resolve().parents  # the package's own runs are never written to

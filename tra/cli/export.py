@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tra.runs.folder import RunFolder
+    from tra.runs import RunFolder
 
     run = RunFolder.open(options.run)
     if importlib.util.find_spec("transformers") is None:

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from tra.cli.continuation import choose_prompts, choose_sampling, continue_prompt, output_format
-    from tra.runs.folder import RunFolder
+    from tra.runs import RunFolder
     from tra.tasks import generator
     from tra.training import pick_device
 

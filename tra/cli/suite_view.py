@@ -12,8 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.suite.cell_process import Report
 from tra.suite.grid import Cell, Suite
 from tra.suite.table import Entry, table

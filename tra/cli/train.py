@@ -108,7 +108,7 @@ def _config(options: argparse.Namespace) -> RunConfig | None:
 
 
 def _is_text(config: RunConfig | None, folder: Path) -> bool:
-    from tra.runs.folder import RunFolder
+    from tra.runs import RunFolder
     from tra.text.task import Text
 
     run = RunFolder(folder)

@@ -14,8 +14,7 @@ from torch import Tensor
 from tra.attention import MECHANISMS, Attention, ThresholdRelativeAttention
 from tra.evaluation.exact_match import draw_test_set
 from tra.model import Decoder
-from tra.runs.attention_file import LEVELS, Attended
-from tra.runs.folder import RunFolder, write_arrays
+from tra.runs import LEVELS, AttentionMaps, RunFolder, write_arrays
 from tra.tasks import FlipFlop, Task
 from tra.text import TokenStore, load_tokenizer
 from tra.text.task import Stream, Text, check_ids
@@ -125,7 +124,7 @@ def attend(
     keys: Range | None = None,
     layers: Sequence[int] = (),
     heads: Sequence[int] = (),
-) -> Attended:
+) -> AttentionMaps:
     """Return the attention of queries `rows` over `keys`, in the given layers and heads, all by default.
 
     Of an input of more than 256 tokens the last 64 queries and keys are shown by default. Queries are computed in
@@ -147,7 +146,7 @@ def attend(
     title = sequence.title
     if rows[1] - rows[0] < length:
         title += f", {rows[0]:,} to {rows[1] - 1:,} of {length:,}"
-    return Attended(
+    return AttentionMaps(
         symbols=np.array(sequence.symbols[slice(*keys)]),
         row_symbols=np.array(sequence.symbols[slice(*rows)]),
         rows=indices.numpy(),

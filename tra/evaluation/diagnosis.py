@@ -31,7 +31,7 @@ from tra.attention.shared.forget_gate import ForgetGate
 from tra.config import EvalConfig
 from tra.evaluation.exact_match import chosen_splits, draw_test_set
 from tra.model import Decoder
-from tra.runs.folder import RunFolder, put_row
+from tra.runs import RunFolder, put_row
 from tra.tasks import Lengths, Task, generator
 from tra.text.task import Stream
 from tra.training.device import device_name, matmul_precision

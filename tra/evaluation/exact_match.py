@@ -6,7 +6,6 @@ every mechanism and every training seed is judged on the same sequences.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import torch
 
 from tra.config import EvalConfig
 from tra.model import Decoder
-from tra.runs.folder import RunFolder, put_row
+from tra.runs import RunFolder, put_row, wilson_interval
 from tra.tasks import Batch, FlipFlop, Lengths, Task, generator
 from tra.training.device import autocast, device_name, resolve_precision
 from tra.training.loss import score
@@ -58,19 +57,6 @@ class SplitResult:
     precision: str
     device: str
     seconds: float
-
-
-def wilson(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a proportion (Wilson 1927), which stays sensible at 0 and 1."""
-    if trials < 1:
-        raise ValueError("an interval needs at least one trial")
-    rate = successes / trials
-    middle = rate + z * z / (2 * trials)
-    spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    low = 0.0 if successes == 0 else (middle - spread) / scale
-    high = 1.0 if successes == trials else (middle + spread) / scale
-    return low, high
 
 
 def chosen_splits(task: Task, config: EvalConfig, splits: Sequence[str] = ()) -> dict[str, Lengths]:
@@ -173,7 +159,7 @@ def evaluate_run(run: RunFolder, results: Iterator[SplitResult]) -> Iterator[Spl
 def _result(
     split: str, lengths: Lengths, counts: Counts, seed: int, precision: str, device: torch.device, begun: float
 ) -> SplitResult:
-    low, high = wilson(counts.exact, counts.sequences)
+    low, high = wilson_interval(counts.exact, counts.sequences)
     return SplitResult(
         split=split,
         shortest=lengths.shortest,

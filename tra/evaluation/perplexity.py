@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from tra.model import Decoder
-from tra.runs.folder import RunFolder, put_row, write_arrays
+from tra.runs import RunFolder, bootstrap_interval, put_row, write_arrays
 from tra.text import VOCABULARIES
 from tra.text.task import Stream, check_ids
 from tra.training.device import autocast, device_name, matmul_precision, resolve_precision
@@ -28,9 +28,6 @@ from tra.training.loss import cross_entropy_by_token
 
 WINDOWS = tuple(2**n for n in range(7, 15))
 """Windows measured by default: 128 … 16,384."""
-
-RESAMPLED = 2000
-"""Draws of documents behind an interval."""
 
 Overlap = Literal["none", "half"]
 Losses = npt.NDArray[np.float32]
@@ -207,15 +204,6 @@ def unpack_losses(packed: npt.NDArray[np.uint8]) -> Losses:
     return np.where(packed == 255, np.float32(np.nan), losses)
 
 
-def interval(sums: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> tuple[float, float]:
-    """95 % of the mean loss a token, when documents are drawn anew; the same draws for equally many documents."""
-    drawing = np.random.default_rng(0)
-    draws = (drawing.integers(len(sums), size=len(sums)) for _ in range(RESAMPLED))
-    means = [sums[drawn].sum() / counts[drawn].sum() for drawn in draws]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
-
-
 def _result(
     stream: Stream, window: int, overlap: Overlap, losses: Losses, precision: str, device: torch.device, begun: float
 ) -> WindowResult:
@@ -227,7 +215,7 @@ def _result(
     sums = np.bincount(document, values, minlength=len(stream.documents)).astype(np.float64)
     counts = np.bincount(document, minlength=len(stream.documents))
     filled = counts > 0
-    ends = interval(sums[filled], counts[filled]) if filled.sum() > 1 else None
+    ends = bootstrap_interval(sums[filled], counts[filled]) if filled.sum() > 1 else None
     n_bytes, n_words = (None if (sizes < 0).any() else int(sizes.sum()) for sizes in stream.documents[:, 1:].T)
     return WindowResult(
         text=stream.name,

@@ -10,10 +10,9 @@ import transformers
 
 import tra
 from tra.config import RunConfig
-from tra.report._markdown import table_header, table_row
-from tra.report._names import NAMES
-from tra.runs.folder import RunFolder
-from tra.runs.rows import exact_text, length_text, read_rows
+from tra.report.markdown import table
+from tra.report.names import NAMES
+from tra.runs import RunFolder, exact_text, length_text, read_rows
 from tra.text.task import Text
 
 HEADER = """\
@@ -79,12 +78,16 @@ def _learnt(config: RunConfig) -> str:
 def _results(run: RunFolder) -> list[str]:
     lines: list[str] = []
     if rows := read_rows(run.evaluation_file):
-        lines += table_header("split", ["length", "sequences", "without an error (95 %)"])
-        lines += [table_row(row["split"], [length_text(row), f"{row['examples']:,}", exact_text(row)]) for row in rows]
+        header = ["split", "length", "sequences", "without an error (95 %)"]
+        lines += table(
+            header, [[row["split"], length_text(row), f"{row['examples']:,}", exact_text(row)] for row in rows]
+        )
     if rows := read_rows(run.perplexity_file):
         lines += [""] if lines else []
-        lines += table_header("text", ["window", "overlap", "perplexity", "a word", "bits a byte"])
-        lines += [table_row(row["text"], [f"{row['window']:,}", row["overlap"], *_perplexities(row)]) for row in rows]
+        header = ["text", "window", "overlap", "perplexity", "a word", "bits a byte"]
+        lines += table(
+            header, [[row["text"], f"{row['window']:,}", row["overlap"], *_perplexities(row)] for row in rows]
+        )
     return ["## Results\n", *lines, ""] if lines else []
 
 

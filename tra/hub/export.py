@@ -17,8 +17,7 @@ from transformers.utils import logging
 from tra.hub._card import model_card
 from tra.hub._tokenizer import run_tokenizer
 from tra.hub.model import TRAForCausalLM
-from tra.runs.folder import RunFolder
-from tra.runs.whole_folders import folder_beside
+from tra.runs import RunFolder, locked_folder_beside
 from tra.tasks import Task, generator
 from tra.text.prepare import NoSpaceError
 from tra.text.task import Text
@@ -62,7 +61,7 @@ def export_run(
         **special, suppress_tokens=beyond or None, use_cache=model.config.use_cache
     )
     try:
-        with folder_beside(target, "exporting", "written") as temporary, _quiet():
+        with locked_folder_beside(target, "exporting", "written") as temporary, _quiet():
             made = temporary / "made"
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)

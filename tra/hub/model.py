@@ -22,7 +22,7 @@ from tra.attention.shared.forget_gate import ForgetGate
 from tra.hub._cache import adapt, real_keys
 from tra.hub.config import TRAConfig
 from tra.model import Decoder
-from tra.training.checkpoint import write_atomically
+from tra.runs import write_atomically
 
 LONGEST_MAP = 4096
 """Tokens up to which attention maps, `[B, H, T, T]` per layer, are given."""

@@ -1,1 +1,1 @@
-"""Tables and figures. Reads run folders and rows of results only, never a model."""
+"""Make tables, figures and the page from run folders. Reads their files alone, never a model."""

@@ -1,4 +1,4 @@
-"""Exact match by split, mechanisms side by side, with their 95 % intervals."""
+"""Draw exact match by test set as bars, mechanisms side by side."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from tra.report._style import NAMES, colour, hatch, save, styled
+from tra.report.names import name_of
+from tra.report.style import bar_hatch, colour_of, save, styled
 
 
 def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
-    """Draw rows of eval.jsonl; a line parts the test sets of the first one's length from longer ones.
+    """Draw rows of eval.jsonl with their 95 % intervals, and a line before the test sets longer than the first.
 
     Args:
-        results: Per mechanism its rows, the same splits in the same order.
-        path: Where the figure goes; the suffix says the format.
-        title: What was learnt, and on what.
+        results: The rows of each mechanism, of the same splits in the same order.
+        path: Where the figure goes. Its suffix chooses the format.
+        title: Which task was learnt, and on what.
     """
     splits = [row["split"] for row in next(iter(results.values()))]
     lengths = [row["longest"] for row in next(iter(results.values()))]
@@ -31,10 +32,10 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
                 [max(0.0, row["exact"] - row["low"]) for row in rows],
                 [max(0.0, row["high"] - row["exact"]) for row in rows],
             ]
-            bars = axes.bar(places, heights, width * 0.95, color=colour(mechanism), edgecolor="white", linewidth=0)
+            bars = axes.bar(places, heights, width * 0.95, color=colour_of(mechanism), edgecolor="white", linewidth=0)
             for bar in bars:
-                bar.set_hatch(hatch(mechanism))
-            bars.set_label(NAMES.get(mechanism, mechanism))
+                bar.set_hatch(bar_hatch(mechanism))
+            bars.set_label(name_of(mechanism))
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
                 axes.text(place, row["high"] + 0.015, f"{100 * row['exact']:.0f}", ha="center", fontsize=8)

@@ -1,4 +1,4 @@
-"""Which figures runs of a task have, made from what was measured of them."""
+"""Choose the figures that runs of a task have, by what was measured of them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tra.report.curve_figures import (
+    AXIS_NAMES,
+    draw_by_length,
+    draw_training,
+    exact_curves,
+    failure_curves,
+    training_curves,
+)
 from tra.report.heads import draw_heads, draw_kept, head_grids, kept_curves
-from tra.report.lengths import draw_exact_by_length, draw_failures, exact_curves, failure_curves
 from tra.report.runs import EvaluatedRun
-from tra.report.training import draw_training, training_curves
 
 
 class Figure(NamedTuple):
+    """A figure that there is data for."""
+
     file: str
     title: str
     draw: Callable[[Path], None]
 
 
 def figures(runs: Sequence[EvaluatedRun]) -> list[Figure]:
-    """Those for which there is data: lengths to compare, and a diagnosis."""
-    trained_at = min(row["longest"] for run in runs for row in run.evaluation)
-    exact, found = exact_curves(runs), []
-    if any(len(curve.lengths) > 1 for curve in exact.values()):
-        draw = partial(draw_exact_by_length, exact, trained_at)
+    """Return the figures of these runs: by length where there are several lengths, of heads after a diagnosis."""
+    shortest = min(row["longest"] for run in runs for row in run.evaluation)
+    exact = exact_curves(runs)
+    found = []
+    if any(len(curve.x) > 1 for curve in exact.values()):
+        draw = partial(draw_by_length, {"sequences without an error": exact}, shortest)
         found.append(Figure("exact-by-length.png", "exact match against length", draw))
     if failures := failure_curves(runs):
-        draw = partial(draw_failures, failures, trained_at)
+        draw = partial(draw_by_length, {AXIS_NAMES[measure]: of for measure, of in failures.items()}, shortest)
         found.append(Figure("failures.png", "the two failures against length", draw))
     if grids := head_grids(runs):
         found.append(Figure("heads.png", "gate and reach by head", partial(draw_heads, grids)))
@@ -38,14 +47,14 @@ def figures(runs: Sequence[EvaluatedRun]) -> list[Figure]:
 
 
 def write_figures(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
-    paths = []
-    for figure in figures(runs):
-        paths.append(out / figure.file)
-        figure.draw(paths[-1])
-    return paths
+    """Draw all figures of these runs into a folder."""
+    drawn = figures(runs)
+    for figure in drawn:
+        figure.draw(out / figure.file)
+    return [out / figure.file for figure in drawn]
 
 
 def links(runs: Sequence[EvaluatedRun], *files: str) -> list[str]:
-    """Markdown that shows those of the files that there are, all by default."""
+    """Return Markdown that shows those of the files that these runs have; all by default."""
     chosen = [figure for figure in figures(runs) if not files or figure.file in files]
     return [line for figure in chosen for line in ("", f"![{figure.title}]({figure.file})")]

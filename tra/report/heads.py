@@ -1,8 +1,9 @@
-"""What each head does, from diagnose.jsonl: gate and reach by layer and head, and the share of keys kept by layer."""
+"""Draw what each head does, from diagnose.jsonl: gate and reach by head, and the share of keys kept by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,15 +12,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
-from tra.report._style import NAMES, length_ticks, save, styled
-from tra.report.lengths import Curve, first_of_length
-from tra.report.runs import EvaluatedRun, in_order
+from tra.report.curves import Curve, curve_by_length, diagnosis, first_of_length, splits_of
+from tra.report.names import name_of
+from tra.report.runs import EvaluatedRun, by_mechanism
+from tra.report.style import draw_curve, length_ticks, save, styled
 
 MEASURES = {"log_forget": "gate, log σ", "reach": "reach, tokens"}
 
 
 class Heads(NamedTuple):
-    """A measure of a mechanism, the layers of its seeds below each other: no mean, as their heads have no order."""
+    """A measure of a mechanism. Seeds stand below each other: there is no mean, as heads have no order."""
 
     length: int  # of the sequences
     layers: list[str]
@@ -27,14 +29,16 @@ class Heads(NamedTuple):
 
 
 def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
-    """By measure and mechanism, at the greatest length that was diagnosed; without those that don't have it."""
+    """Return measures by mechanism at the greatest length that was diagnosed, where they were measured."""
     found: dict[str, dict[str, Heads]] = {}
     for measure in MEASURES:
-        for mechanism in in_order(runs):
+        for mechanism, group in by_mechanism(runs).items():
             layers, values, length = [], [], 0
-            group = [run for run in runs if run.mechanism == mechanism]
             for run in group:
-                *_, (length, row) = first_of_length(run.diagnosis).items() or [(0, {})]
+                if not run.diagnosis:
+                    continue
+                name, length, _ = first_of_length(splits_of([run], diagnosed=True))[-1]
+                row = next(row for row in reversed(run.diagnosis) if row["split"] == name)
                 for layer, heads in enumerate(row.get(measure) or []):
                     layers.append(f"{layer}" if len(group) == 1 else f"{run.seed}.{layer}")
                     values.append([np.nan if value is None else value for value in heads])
@@ -44,40 +48,36 @@ def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
 
 
 def kept_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Curve]]:
-    """By mechanism, a curve per layer: the share of keys kept, mean over heads and seeds, with the range of seeds."""
+    """Return the share of keys kept against length: by mechanism a curve per layer, means over heads and seeds."""
     found: dict[str, list[Curve]] = {}
-    for mechanism in in_order(runs):
-        seeds = [first_of_length(run.diagnosis) for run in runs if run.mechanism == mechanism]
-        lengths = sorted({length for rows in seeds for length, row in rows.items() if row.get("kept")})
-        points: dict[int, list[tuple[float, float, float]]] = {}
-        for length in lengths:
-            kept = np.array([rows[length]["kept"] for rows in seeds if length in rows], dtype=float)  # [seeds, L, H]
-            for layer, values in enumerate(np.nanmean(kept, axis=2).T):
-                points.setdefault(layer, []).append((values.mean(), values.min(), values.max()))
-        if points:
-            columns = ([list(column) for column in zip(*of, strict=True)] for of in points.values())
-            found[mechanism] = [Curve(lengths, *of) for of in columns]
+    splits = splits_of(runs, diagnosed=True)
+    for mechanism, group in by_mechanism(runs).items():
+        n_layers = max(len(row.get("kept") or []) for run in group for row in run.diagnosis or [{}])
+        levels = (partial(diagnosis, "kept", layer=layer) for layer in range(n_layers))
+        curves = [curve_by_length(group, splits, level_of) for level_of in levels]
+        if curves:
+            found[mechanism] = curves
     return found
 
 
 def draw_heads(grids: dict[str, dict[str, Heads]], path: Path) -> None:
-    """A row of panels per measure, a panel per mechanism, a number per head."""
-    widest = max(len(of) for of in grids.values())
-    (tall, wide) = np.max([heads.values.shape for of in grids.values() for heads in of.values()], axis=0)
+    """Draw a row of panels per measure, a panel per mechanism, with a number per head."""
+    columns = max(len(grid) for grid in grids.values())
+    tall, wide = np.max([heads.values.shape for grid in grids.values() for heads in grid.values()], axis=0)
     with styled(), mpl.rc_context({"axes.grid": False}):
-        size = (0.9 + widest * max(1.7, 0.42 * wide + 0.6), len(grids) * (0.9 + 0.24 * tall))
-        figure, panels = plt.subplots(len(grids), widest, figsize=size, squeeze=False)
-        for axes_row, (measure, by_mechanism) in zip(panels, grids.items(), strict=True):
-            every = np.concatenate([heads.values.ravel() for heads in by_mechanism.values()])
-            low, high = np.nanmin(every), np.nanmax(every)
-            for axes, (mechanism, heads) in zip(axes_row, by_mechanism.items(), strict=False):
+        size = (0.9 + columns * max(1.7, 0.42 * wide + 0.6), len(grids) * (0.9 + 0.24 * tall))
+        figure, panels = plt.subplots(len(grids), columns, figsize=size, squeeze=False)
+        for axes_row, (measure, grid) in zip(panels, grids.items(), strict=True):
+            values = np.concatenate([heads.values.ravel() for heads in grid.values()])
+            low, high = np.nanmin(values), np.nanmax(values)
+            for axes, (mechanism, heads) in zip(axes_row, grid.items(), strict=False):
                 _draw_grid(axes, heads, low, high)
-                axes.set_title(NAMES.get(mechanism, mechanism), fontsize=9)
+                axes.set_title(name_of(mechanism), fontsize=9)
                 axes.set_xlabel("head", fontsize=8)
-            for axes in axes_row[len(by_mechanism) :]:
+            for axes in axes_row[len(grid) :]:
                 axes.set_visible(False)
-            length = max(heads.length for heads in by_mechanism.values())
-            several = any("." in name for heads in by_mechanism.values() for name in heads.layers)
+            length = max(heads.length for heads in grid.values())
+            several = any("." in name for heads in grid.values() for name in heads.layers)
             axes_row[0].set_ylabel(f"{MEASURES[measure]}\n{'seed.layer' if several else 'layer'}, length {length:,}")
         figure.tight_layout()
         save(figure, path)
@@ -99,19 +99,18 @@ def _draw_grid(axes: Any, heads: Heads, low: float, high: float) -> None:
     axes.tick_params(length=0)
 
 
-def draw_kept(curves: dict[str, list[Curve]], path: Path) -> None:
-    """A panel per mechanism, a line per layer."""
-    lengths = sorted({length for layers in curves.values() for layer in layers for length in layer.lengths})
+def draw_kept(mechanisms: dict[str, list[Curve]], path: Path) -> None:
+    """Draw a panel per mechanism, with a line per layer."""
+    lengths = sorted({length for curves in mechanisms.values() for curve in curves for length in curve.x})
     with styled():
-        size = (2.6 * len(curves) + 0.9, 2.9)
-        figure, panels = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False)
-        for axes, (mechanism, layers) in zip(panels[0], curves.items(), strict=True):
-            for number, (at, middle, low, high) in enumerate(layers):
-                shade = mpl.colormaps["viridis"](0.85 * number / max(1, len(layers) - 1))
-                marker, line = "osD^vPX*"[number % 8], ("-", "--", ":", "-.")[number % 4]
-                axes.plot(at, middle, line, color=shade, marker=marker, markersize=4, label=f"layer {number}")
-                axes.fill_between(at, low, high, color=shade, alpha=0.15, linewidth=0)
-            axes.set_title(NAMES.get(mechanism, mechanism), fontsize=10)
+        size = (2.6 * len(mechanisms) + 0.9, 2.9)
+        figure, panels = plt.subplots(1, len(mechanisms), figsize=size, sharey=True, squeeze=False)
+        for axes, (mechanism, curves) in zip(panels[0], mechanisms.items(), strict=True):
+            for layer, curve in enumerate(curves):
+                shade = mpl.colormaps["viridis"](0.85 * layer / max(1, len(curves) - 1))
+                line = {"marker": "osD^vPX*"[layer % 8], "linestyle": ("-", "--", ":", "-.")[layer % 4]}
+                draw_curve(axes, curve, 0.15, color=shade, markersize=4, label=f"layer {layer}", **line)
+            axes.set_title(name_of(mechanism), fontsize=10)
             length_ticks(axes, lengths)
             axes.set_ylim(0, 1.03)
             axes.set_xlabel("length")

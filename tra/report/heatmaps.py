@@ -1,4 +1,4 @@
-"""Attention of runs on one sequence, drawn: a panel per layer and head, runs side by side.
+"""Draw the attention of runs on one sequence: a panel per layer and head, runs side by side.
 
 White is a key that was dropped, grey one that comes later; a frame is a query at which an answer is due, a cross one
 that keeps no key at all.
@@ -18,15 +18,16 @@ from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from tra.report._style import NAMES, save, styled
-from tra.runs.attention_file import Attended, weights_of
+from tra.report.names import name_of
+from tra.report.style import save, styled
+from tra.runs import AttentionMaps, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-LARGEST = 18.0
-"""Inches of all panels together, each way: cells shrink to fit, and then not every token has room on the axes."""
+MAX_INCHES = 18.0
+"""Width and height of all panels together. Cells shrink to fit; then not every token has room on the axes."""
 
-FONT = 4.5
+MIN_FONT = 4.5
 """Points of the smallest token."""
 
 _LATER, _DROPPED, _DUE, _NULL = "#E4E4E4", "#FFFFFF", "#D55E00", "#000000"
@@ -35,7 +36,7 @@ _NORM = PowerNorm(0.5, 0.0, 1.0)  # so that small weights show
 
 
 def check_figure(path: Path) -> None:
-    """Before work is spent on it."""
+    """Check that a figure can be written to this path, before work is spent on it."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"a figure ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, got {path.name!r}")
 
@@ -54,27 +55,27 @@ class Panel(NamedTuple):
     null: list[int]  # rows that keep no key
 
 
-def panels(found: Sequence[Attended]) -> list[Panel]:
-    """What is drawn where: a row per layer, and a column per head of the first run, then of the next."""
+def panels(found: Sequence[AttentionMaps]) -> list[Panel]:
+    """Return the panels and their places: a row per layer, and a column per head of the first run, then of the next."""
     result, before = [], 0
-    for run, attended in enumerate(found):
-        later = attended.columns > attended.rows[:, None]
-        due = np.flatnonzero(np.isin(attended.rows, attended.marked)).tolist()
-        for row, layer in enumerate(attended.layers.tolist()):
-            for column, head in enumerate(attended.heads.tolist()):
-                null = np.flatnonzero(attended.null[row, column]).tolist()
-                weights = weights_of(attended.weights[row, column])
+    for run, maps in enumerate(found):
+        later = maps.columns > maps.rows[:, None]
+        due = np.flatnonzero(np.isin(maps.rows, maps.marked)).tolist()
+        for row, layer in enumerate(maps.layers.tolist()):
+            for column, head in enumerate(maps.heads.tolist()):
+                null = np.flatnonzero(maps.null[row, column]).tolist()
+                weights = weights_of(maps.weights[row, column])
                 result.append(Panel(run, layer, head, row, before + column, weights, later, due, null))
-        before += len(attended.heads)
+        before += len(maps.heads)
     return result
 
 
-def draw_attention(found: Sequence[Attended], path: Path, names: Sequence[str] = ()) -> None:
+def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = ()) -> None:
     """Draw runs that looked at the same window of the same sequence.
 
     Args:
-        found: Per run what `tra attend` kept.
-        path: Where the figure goes; the suffix says the format.
+        found: The maps of each run.
+        path: Where the figure goes. Its suffix chooses the format.
         names: What the runs are called; their mechanisms by default.
     """
     check_figure(path)
@@ -83,16 +84,16 @@ def draw_attention(found: Sequence[Attended], path: Path, names: Sequence[str] =
         if any(not np.array_equal(a, b) for a, b in zip(first[:4], other[:4], strict=True)):
             raise ValueError("the runs looked at different windows: attend to the same sequence with all of them")
     drawn = panels(found)
-    names = names or [NAMES.get(attended.mechanism, attended.mechanism) for attended in found]
+    names = names or [name_of(maps.mechanism) for maps in found]
     n_rows, n_columns = (1 + max(getattr(panel, way) for panel in drawn) for way in ("row", "column"))
     tall, wide = drawn[0].weights.shape
-    cell = min(0.11, LARGEST / (n_columns * wide), LARGEST / (n_rows * tall))
+    cell = min(0.11, MAX_INCHES / (n_columns * wide), MAX_INCHES / (n_rows * tall))
     cell = max(cell, min(0.3, 1.6 / max(tall, wide)))  # a short sequence is still a figure
-    font = min(8.0, max(FONT, 66 * cell))
+    font = min(8.0, max(MIN_FONT, 66 * cell))
     labels = [[shown_symbol(symbol) for symbol in symbols] for symbols in (first.row_symbols, first.symbols)]
     left, bottom = (0.15 + 0.6 * font / 72 * max(map(len, side)) for side in labels)
     panel_width, panel_height = cell * wide, max(cell * tall, 0.3)
-    larger = min(1.8, max(1.0, n_columns * panel_width / 8))  # what stands around a large grid must be read too
+    larger = min(1.8, max(1.0, n_columns * panel_width / 8))  # so that the text around a large grid can be read
     gap, between, top, right = 0.12, 0.3, 0.6 * larger, 0.5 + 0.35 * larger
     width = left + n_columns * (panel_width + gap) + (len(found) - 1) * between + right
     below = bottom + 0.35 * larger
@@ -122,7 +123,7 @@ def draw_attention(found: Sequence[Attended], path: Path, names: Sequence[str] =
 
 
 def shown_symbol(symbol: str) -> str:
-    """A token as it stands on an axis: what can't be seen gets a sign."""
+    """Return a token for an axis: letters that can't be seen are replaced by signs, and a long token is shortened."""
     for hidden, sign in ((" ", "␣"), ("\n", "↵"), ("\t", "⇥"), ("\r", "␍")):
         symbol = symbol.replace(hidden, sign)
     symbol = "".join(sign if sign.isprintable() else "�" for sign in symbol)
@@ -144,8 +145,8 @@ def _draw_panel(axes: Any, panel: Panel, points: float) -> None:
 
 
 def _label(axes: Any, labels: list[list[str]], panel: Panel, font: float, cell: float, show: tuple[bool, bool]) -> None:
-    """Tokens on the axes, as many as there is room for."""
-    step = max(1, int(np.ceil(FONT / (72 * cell))))
+    """Write tokens on the axes, as many as there is room for."""
+    step = max(1, int(np.ceil(MIN_FONT / (72 * cell))))
     axes.tick_params(length=1.5, width=0.4, pad=1, labelsize=font)
     for axis, symbols, here in zip((axes.yaxis, axes.xaxis), labels, show, strict=True):
         places = list(range(0, len(symbols), step)) if here else []

@@ -1,4 +1,4 @@
-"""README.md of a folder of results: what lies there, described in the index.json that people edit."""
+"""Write README.md of a folder of results: what lies there, by the descriptions in its index.json."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ what things are is written in [index.json](index.json)."""
 
 
 def write_index(folder: Path) -> Path:
+    """Write the folder's README.md, and return its path."""
     readme = folder / "README.md"
     readme.write_text(index_text(folder))
     return readme
 
 
 def index_text(folder: Path) -> str:
-    """Markdown: a line per entry of index.json, with its runs and figures. Nothing may lie there without a line."""
+    """Return Markdown: a line per entry of index.json, with its runs and figures. Fails if a file has no line."""
     described = _descriptions(folder)
     _check(folder, described)
     lines = [OPENING, "", "| where | what | runs | figures |", "|---|---|---|---|"]
@@ -48,7 +49,7 @@ def _descriptions(folder: Path) -> dict[str, str]:
 
 
 def _check(folder: Path, described: dict[str, str]) -> None:
-    """What is described is there, and what is there is described: itself, what it lies in, or what it is drawn from."""
+    """Check that all that is described exists, and that every file is described: itself, its folder, or its source."""
     for name in described:
         if not (folder / name).exists():
             raise ValueError(f"{DESCRIPTIONS} describes {name}, which is not in {folder}")

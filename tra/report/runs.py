@@ -1,29 +1,57 @@
-"""The files of runs that reports read, and whether they belong together."""
+"""Read run folders, whole or in part, and check whether they can stand in one table.
+
+There is one reader. It reports what it could not read; tables refuse such runs, and the page shows the rest of them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tra.report._names import NAMES
-from tra.runs.rows import read_rows
+from tra.report.names import NAMES
+from tra.runs import RunFolder
+
+Row = dict[str, Any]
+
+NUMBERS = {
+    "metrics.jsonl": ("step", "loss"),
+    "eval.jsonl": ("shortest", "longest", "examples", "exact", "low", "high"),
+    "diagnose.jsonl": ("shortest", "longest"),
+    "perplexity.jsonl": ("window", "loss", "perplexity"),
+}
+"""Numbers that a row must have."""
+
+WORDS = {"eval.jsonl": ("split",), "diagnose.jsonl": ("split",), "perplexity.jsonl": ("text", "overlap")}
+"""Strings that a row must have."""
 
 
-class EvaluatedRun(NamedTuple):
-    """What a report knows of a run."""
+class Problem(NamedTuple):
+    """A run, or a part of one, that can't be read."""
+
+    run: str
+    why: str
+    whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedRun:
+    """What reports know of a run."""
 
     config: dict[str, Any]
-    environment: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    evaluation: list[dict[str, Any]]
-    diagnosis: list[dict[str, Any]]
-    perplexity: list[dict[str, Any]]
+    sessions: list[dict[str, Any]]
+    metrics: list[Row]
+    evaluation: list[Row]
+    diagnosis: list[Row] = field(default_factory=list)
+    perplexity: list[Row] = field(default_factory=list)
+    name: str = ""
 
     @property
-    def is_text(self) -> bool:
-        return self.config["task"]["name"] == "text"
+    def task(self) -> str:
+        return self.config["task"]["name"]
 
     @property
     def mechanism(self) -> str:
@@ -33,27 +61,74 @@ class EvaluatedRun(NamedTuple):
     def seed(self) -> int:
         return self.config["train"]["seed"]
 
+    @property
+    def is_text(self) -> bool:
+        return self.task == "text"
+
+    @property
+    def trained_length(self) -> int | None:
+        """The longest training sequence, in the task's own count; None where it isn't known."""
+        from tra.tasks import TASKS  # only here, as it imports torch
+        from tra.text.task import Text
+
+        try:
+            task = (TASKS | {"text": Text})[self.task](**self.config["task"]["arguments"])
+            return task.lengths("train").longest
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The last session: a resumed run has several."""
+        return self.sessions[-1]
+
+    @property
+    def command(self) -> str:
+        return "tra " + " ".join(self.environment["arguments"])
+
+
+def load_runs(folders: Sequence[Path]) -> tuple[list[EvaluatedRun], list[Problem]]:
+    """Return every run that has results, and what could not be read."""
+    if not folders:
+        raise ValueError("name at least one run folder")
+    runs: list[EvaluatedRun] = []
+    problems: list[Problem] = []
+    known: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in known:
+            problems.append(Problem(str(folder), "is named twice", whole=True))
+            continue
+        known.add(folder.resolve())
+        try:
+            run, notes = _load(folder)
+            if not run.evaluation and not run.perplexity:
+                raise ValueError("; ".join([f"has no results: run tra evaluate {folder} first", *notes.values()]))
+        except (ValueError, OSError) as error:
+            problems.append(Problem(str(folder), one_line(error), whole=True))
+            continue
+        runs.append(run)
+        problems += [Problem(str(folder), note, whole=False) for note in notes.values()]
+    return runs, problems
+
 
 def read_run(folder: Path) -> EvaluatedRun:
-    for name in ("config.json", "environment.json", "metrics.jsonl"):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} can't be reported: it has no {name}")
-    run = EvaluatedRun(
-        json.loads((folder / "config.json").read_text()),
-        json.loads((folder / "environment.json").read_text())["sessions"][-1],
-        read_rows(folder / "metrics.jsonl"),
-        read_rows(folder / "eval.jsonl"),
-        read_rows(folder / "diagnose.jsonl"),
-        read_rows(folder / "perplexity.jsonl"),
-    )
+    """Return a run that has all that a table needs. A ValueError says what it lacks."""
+    try:
+        run, notes = _load(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder} can't be reported: {error}") from None
+    results = "perplexity.jsonl" if run.is_text else "eval.jsonl"
     if not (run.perplexity if run.is_text else run.evaluation):
-        file = "perplexity.jsonl" if run.is_text else "eval.jsonl"
-        raise ValueError(f"{folder} can't be reported: it has no {file}; run tra evaluate {folder} first")
+        raise ValueError(f"{folder} can't be reported: it has no {results}; run tra evaluate {folder} first")
+    if run.metrics:  # of damaged lines, as a killed run has one at the end, the others are enough
+        notes.pop("metrics.jsonl", None)
+    if notes:
+        raise ValueError(f"{folder} can't be reported: {'; '.join(notes.values())}")
     return run
 
 
 def read_runs(folders: Sequence[Path]) -> list[EvaluatedRun]:
-    """Runs of one task, evaluated alike, each mechanism and seed once."""
+    """Return runs of one task, evaluated alike, each mechanism and seed once. A ValueError where they aren't."""
     if not folders:
         raise ValueError("name at least one run folder")
     runs: dict[tuple[str, int], EvaluatedRun] = {}
@@ -70,7 +145,93 @@ def read_runs(folders: Sequence[Path]) -> list[EvaluatedRun]:
     return found
 
 
-def in_order(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Mechanisms as tables show them."""
-    present = dict.fromkeys(run.mechanism for run in runs)
-    return [*(name for name in NAMES if name in present), *(name for name in present if name not in NAMES)]
+def by_mechanism(runs: Sequence[EvaluatedRun]) -> dict[str, list[EvaluatedRun]]:
+    """Return the runs of each mechanism by rising seed, mechanisms in the order of tables."""
+    order = [*NAMES, *(run.mechanism for run in runs)]
+    found: dict[str, list[EvaluatedRun]] = {}
+    for run in sorted(runs, key=lambda run: (order.index(run.mechanism), run.seed)):
+        found.setdefault(run.mechanism, []).append(run)
+    return found
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _load(folder: Path) -> tuple[EvaluatedRun, dict[str, str]]:
+    """Return a run, and by file what could not be read of it. A ValueError where there is no config to go by."""
+    if not folder.is_dir():
+        raise ValueError("is not a folder" if folder.exists() else "doesn't exist")
+    files = RunFolder(folder)
+    config = _read_json(files.config_file)
+    _check_config(config)
+    notes: dict[str, str] = {}
+    sessions: list[dict[str, Any]] = []
+    try:
+        environment = _read_json(files.environment_file)
+        listed = environment.get("sessions") if isinstance(environment, dict) else None
+        sessions = [session for session in listed or [] if isinstance(session, dict)]
+        if not sessions:
+            notes["environment.json"] = "environment.json names no session"
+    except ValueError as error:
+        notes["environment.json"] = str(error)
+    run = EvaluatedRun(
+        config,
+        sessions,
+        metrics=_read_rows(files.metrics_file, notes),
+        evaluation=_read_rows(files.evaluation_file, notes),
+        diagnosis=_read_rows(files.diagnosis_file, notes),
+        perplexity=_read_rows(files.perplexity_file, notes),
+        name=str(folder),
+    )
+    if not run.metrics:
+        notes.setdefault("metrics.jsonl", "has no metrics.jsonl, so no training curve")
+    return run, notes
+
+
+def _read_json(file: Path) -> Any:
+    if not file.is_file():
+        raise ValueError(f"has no {file.name}")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is damaged: {one_line(error)}") from None
+
+
+def _check_config(config: Any) -> None:
+    """Check as much of a config as reports rely on."""
+    for section, key, kind in (("task", "name", str), ("model", "mechanism", str), ("train", "seed", int)):
+        part = config.get(section) if isinstance(config, dict) else None
+        if not isinstance(part, dict) or not isinstance(part.get(key), kind):
+            raise ValueError(f"config.json is damaged: no {section}.{key}")
+    if not isinstance(config["task"].setdefault("arguments", {}), dict):
+        raise ValueError("config.json is damaged: task.arguments is not an object")
+
+
+def _read_rows(file: Path, notes: dict[str, str]) -> list[Row]:
+    """Return the lines that can be read, and note how many can't."""
+    if not file.is_file():
+        return []
+    lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
+    rows = [row for line in lines if (row := _read_row(line, file.name)) is not None]
+    if len(rows) < len(lines):
+        notes[file.name] = f"{len(lines) - len(rows)} of {len(lines)} lines of {file.name} are damaged and left out"
+    return rows
+
+
+def _read_row(line: bytes, file: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in WORDS.get(file, ())):
+        return None
+    for key in NUMBERS[file]:
+        diverged = file == "metrics.jsonl" and key == "loss" and isinstance(row.get(key), float)  # a fact of the run
+        if not diverged and not is_finite(row.get(key)):
+            return None
+    return row

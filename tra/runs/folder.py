@@ -1,33 +1,27 @@
-"""A run is a folder: config, environment, metrics, evaluations, checkpoints, weights."""
+"""Name a run's files, claim its folder, and load what they hold."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import platform
-import shlex
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+from tra.runs.environment import environment
+from tra.runs.files import write_atomically
 
-import tra
-from tra.config import RunConfig, differences
-from tra.model import Decoder
-from tra.runs.rows import read_rows
+if TYPE_CHECKING:
+    import torch
+
+    from tra.config import RunConfig
+    from tra.model import Decoder
 
 SHIPPED = Path(__file__).parent / "shipped"
-"""Run folders that come with the package, usable by name."""
+"""Run folders that come with the package. They can be opened by name."""
 
 
 class RunFolder:
-    """Where a run keeps its files."""
+    """The files of a run, and the ways to open and start one. Methods import torch when they need it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,25 +31,29 @@ class RunFolder:
         self.evaluation_file = path / "eval.jsonl"
         self.perplexity_file = path / "perplexity.jsonl"
         self.diagnosis_file = path / "diagnose.jsonl"
+        self.attention_file = path / "attend.npz"
         self.weights_file = path / "model.safetensors"
         self.checkpoint_folder = path / "checkpoints"
 
     @classmethod
     def open(cls, name: str | Path) -> RunFolder:
-        """An existing run, by its path or by the name of one that ships with the package."""
+        """Return an existing run, by its path or by the name of one that ships with the package."""
         for path in (Path(name), SHIPPED / name):
             if (path / "config.json").is_file():
                 return cls(path)
         shipped = ", ".join(sorted(path.parent.name for path in SHIPPED.glob("*/config.json")))
-        what = "is not a run folder (no config.json in it)" if Path(name).exists() else "doesn't exist"
-        raise ValueError(f"{name} {what}; runs that ship with the package: {shipped}")
+        problem = "is not a run folder (no config.json in it)" if Path(name).exists() else "doesn't exist"
+        raise ValueError(f"{name} {problem}; runs that ship with the package: {shipped}")
 
     def config(self) -> RunConfig:
+        """Return the config that the run was started with."""
+        from tra.config import RunConfig
+
         return RunConfig.load(self.config_file)
 
     def start(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> RunConfig:
-        """Claim the folder for a run: a new one, or on `resume` the one that is there."""
-        from tra.training.checkpoint import write_atomically
+        """Claim the folder for a new run, or on `resume` for the run that it holds, and return the run's config."""
+        from tra.config import differences
 
         if resume and overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
@@ -80,9 +78,7 @@ class RunFolder:
         return config
 
     def note_environment(self, device: torch.device, processes: int = 1) -> None:
-        """Add this session to environment.json: a resumed run has several."""
-        from tra.training.checkpoint import write_atomically
-
+        """Add this session to environment.json. A resumed run has several sessions."""
         sessions = []
         if self.environment_file.is_file():
             sessions = json.loads(self.environment_file.read_text())["sessions"]
@@ -90,12 +86,14 @@ class RunFolder:
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def save_weights(self, model: Decoder, step: int) -> None:
+        """Write the trained weights and the step that they are from."""
         from tra.training.checkpoint import save_tensors
 
         save_tensors(self.weights_file, dict(model.state_dict()), {"step": str(step)})
 
     def load_model(self, device: torch.device | str = "cpu") -> Decoder:
-        """The trained decoder, in float32 and evaluation mode."""
+        """Return the trained decoder, in float32 and evaluation mode."""
+        from tra.model import Decoder
         from tra.training.checkpoint import DamagedError, load_tensors
 
         config = self.config()
@@ -108,53 +106,3 @@ class RunFolder:
         model = Decoder(config.model)
         model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return model.to(device).eval()
-
-
-def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
-    """JSON lines, all of them or, if something happens, the file as it was."""
-    from tra.training.checkpoint import write_atomically
-
-    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
-    """Add a row to a file of JSON lines, in place of an earlier one that has the same values under `key`."""
-    others = [other for other in read_rows(file) if any(other[name] != row[name] for name in key)]
-    write_rows(file, [*others, row])
-
-
-def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
-    """A compressed .npz, all of it or nothing. Equal arrays give equal bytes."""
-    from tra.training.checkpoint import write_atomically
-
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
-    write_atomically(file, content.getvalue())
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What a number depends on besides its config."""
-    on_gpu = device.type == "cuda"
-    return {
-        "tra": tra.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if on_gpu else None,
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        "platform": platform.platform(),
-        "arguments": shlex.split(os.environ["TRA_ARGUMENTS"]) if "TRA_ARGUMENTS" in os.environ else sys.argv[1:],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _commit() -> str | None:
-    """Of the package's own checkout; where the code travelled without one, TRA_COMMIT may name it."""
-    if "TRA_COMMIT" in os.environ:
-        return os.environ["TRA_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None

@@ -1,4 +1,4 @@
-"""Metrics and evaluations as they are read back: JSON lines, and how a result is put into words."""
+"""Read and write metrics and results, which are JSON lines, and put a result into words."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tra.runs.files import write_atomically
+
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """All rows of a file; none where there is no file. A last line that a kill cut short doesn't count."""
+    """Return the rows of a file; none if it doesn't exist. Reading ends at a line that a kill cut short."""
     rows: list[dict[str, Any]] = []
     if not file.is_file():
         return rows
@@ -21,18 +23,34 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows atomically."""
+    write_atomically(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
+    """Add a row, and remove an earlier one that has the same values under `key`."""
+    others = [other for other in read_rows(file) if any(other[name] != row[name] for name in key)]
+    write_rows(file, [*others, row])
+
+
 def exact_text(row: Mapping[str, Any]) -> str:
-    """`0.824 (0.807-0.840)`, with as many digits as the number of sequences bears."""
-    digits = 5 if row["examples"] > 10_000 else 4 if row["examples"] > 1000 else 3
+    """Return `0.824 (0.807-0.840)`, with more digits the more sequences were tested."""
+    digits = exact_digits(row["examples"])
     return f"{row['exact']:.{digits}f} ({row['low']:.{digits}f}-{row['high']:.{digits}f})"
 
 
+def exact_digits(examples: int) -> int:
+    """Return how many digits of an exact match this many test sequences support."""
+    return 5 if examples > 10_000 else 4 if examples > 1000 else 3
+
+
 def length_text(row: Mapping[str, Any]) -> str:
-    """`512`, or `51-100` where lengths vary."""
+    """Return `512`, or `51-100` where lengths vary."""
     return str(row["longest"]) if row["shortest"] == row["longest"] else f"{row['shortest']}-{row['longest']}"
 
 
 def mean_over_heads(measure: list[list[float | None]] | None) -> float | None:
-    """Of a measure by layer and head, over those that saw anything."""
+    """Return the mean of a measure `[layer][head]` over the heads that have one."""
     values = [] if measure is None else [value for heads in measure for value in heads if value is not None]
     return sum(values) / len(values) if values else None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.suite.state import state
 
 MAX_WEIGHT_BYTES = 8 * 2**20

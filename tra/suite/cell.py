@@ -16,7 +16,7 @@ import torch
 
 from tra.evaluation import diagnose_run, diagnose_task, evaluate_run, evaluate_run_text, evaluate_task, evaluate_text
 from tra.model import Decoder
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.suite.cell_process import CUT_OFF
 from tra.suite.state import missing
 from tra.text.task import Text

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.suite.grid import Cell
 from tra.suite.state import clear_failure, is_done, read_failure, record_failure
 

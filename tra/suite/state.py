@@ -9,10 +9,8 @@ from typing import Any, Literal, NamedTuple
 from tra.attention import MECHANISMS
 from tra.evaluation.exact_match import chosen_splits
 from tra.evaluation.perplexity import windows_that_fit
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows, write_atomically
 from tra.text.task import Text
-from tra.training.checkpoint import write_atomically
 
 LOG_LINES = 5
 """Last lines of the log that are recorded with a failure."""

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tra.runs.folder import RunFolder
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.suite.grid import Cell, Part, Suite
 from tra.suite.state import is_done
 

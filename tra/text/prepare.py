@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.runs.whole_folders import folder_beside
+from tra.runs import locked_folder_beside
 from tra.text.encode import encode_parts
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter
@@ -58,7 +58,7 @@ def prepare(
     jobs = jobs or _count_cores()
     manifests: dict[str, dict[str, Any]] = {}
     try:
-        with folder_beside(target, "preparing", "prepared") as temporary:
+        with locked_folder_beside(target, "preparing", "prepared") as temporary:
             for name, found in splits.items():
                 store = temporary / "store" / ("train" if hold_out else name)
                 store.parent.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.training.checkpoint import load_checkpoint
 
 

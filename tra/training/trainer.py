@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tra.config import RunConfig
 from tra.model import Decoder
-from tra.runs.folder import RunFolder, write_rows
-from tra.runs.rows import read_rows
+from tra.runs import RunFolder, read_rows, write_rows
 from tra.tasks import Batch, Task, stream_seed
 from tra.training.checkpoint import State, load_checkpoint, save_checkpoint
 from tra.training.device import pick_device

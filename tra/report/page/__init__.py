@@ -1,4 +1,4 @@
-"""The page: runs as one HTML file that needs nothing else, with curves, tables and maps to look into."""
+"""Write runs as one HTML file that needs nothing else, with curves, tables and maps to look into."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tra.report.page.data import page_data
-from tra.report.page.read import Problem
+from tra.report.runs import Problem
 
 __all__ = ["Problem", "page_text", "write_page"]
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("base.js", "mechanisms.js", "charts.js", "tables.js", "maps.js", "page.js")
-STYLES = ("page.css", "parts.css")
+SCRIPTS = ("base.js", "charts.js", "tables.js", "maps.js", "page.js")
+STYLE, TEMPLATE = "page.css", "template.html"
 ESCAPES: dict[str, str | int | None] = {
     "<": "\\u003c",
     ">": "\\u003e",
@@ -27,7 +27,7 @@ ESCAPES: dict[str, str | int | None] = {
 
 
 def write_page(folders: Sequence[Path], out: Path) -> list[Problem]:
-    """Write the page of these runs, and say what it couldn't show. A ValueError where that is all of them."""
+    """Write the page of these runs, and return what it could not show. A ValueError where no run can be shown."""
     if out.is_dir():
         raise ValueError(f"{out} is a folder: the page is a file")
     data, problems = page_data(folders, out)
@@ -37,11 +37,12 @@ def write_page(folders: Sequence[Path], out: Path) -> list[Problem]:
 
 
 def page_text(data: dict[str, Any]) -> str:
-    """HTML. Scripts run by their digest alone; nothing is fetched, and what runs hold is never read as HTML."""
+    """Return the HTML. Only scripts with the right digest run, nothing is fetched, and no text of a run is HTML."""
     from plotly.offline import get_plotlyjs
 
-    own, style = (
-        "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names) for names in (SCRIPTS, STYLES)
+    own, style, template = (
+        "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
+        for names in (SCRIPTS, (STYLE,), (TEMPLATE,))
     )
     scripts = [get_plotlyjs(), f'"use strict";\n(() => {{\n{own}\n}})();\n']
     # browsers read \r\n as \n before they take the digest
@@ -55,13 +56,12 @@ def page_text(data: dict[str, Any]) -> str:
         "PLOTLY": scripts[0],
         "SCRIPT": scripts[1],
     }
-    template = (FOLDER / "template.html").read_text(encoding="utf-8")
-    pieces = template.split("@@")  # text, name, text, name, …, text: what is put in is not searched again
+    pieces = template.split("@@")  # text, name, text, …, text: what is put in is not searched for names
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand in a script element, whatever its strings hold."""
+    """Return JSON that can stand in a script element, whatever its strings hold."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(str.maketrans(ESCAPES))
 

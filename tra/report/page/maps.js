@@ -1,35 +1,28 @@
-// Attention maps: rows are queries, columns keys. Cells are told by pointing at them or with the arrow keys.
-function bytes(text) {
-  const letters = atob(text);
-  const found = new Uint8Array(letters.length);
-  for (let at = 0; at < letters.length; at++) found[at] = letters.charCodeAt(at);
-  return found;
-}
+// Attention maps: rows are queries, columns keys. Pointing at a cell, or the arrow keys, tell its numbers.
+const SCALES = {
+  light: [[0, "#e9f1f7"], [0.35, "#8fc0e0"], [0.7, "#2477b0"], [1, "#08264a"]],
+  dark: [[0, "#26323c"], [0.35, "#2f6d97"], [0.7, "#7cc3f0"], [1, "#fff6cf"]],
+};
+const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
+// A float16 from its bits.
 function half(bits) {
-  const exponent = (bits >> 10) & 31;
-  const fraction = bits & 1023;
-  const size =
-    exponent === 0
-      ? fraction * 2 ** -24
-      : exponent === 31
-        ? fraction
-          ? NaN
-          : Infinity
-        : (1 + fraction / 1024) * 2 ** (exponent - 15);
+  const [exponent, fraction] = [(bits >> 10) & 31, bits & 1023];
+  let size = (1 + fraction / 1024) * 2 ** (exponent - 15);
+  if (exponent === 0) size = fraction * 2 ** -24;
+  if (exponent === 31) size = fraction ? NaN : Infinity;
   return bits & 32768 ? -size : size;
 }
 
 function decoded(map) {
-  if (!map.arrays) {
-    const pair = (raw) => new Uint16Array(raw.buffer); // little-endian, as every browser's machine is
-    map.arrays = {
-      weights: bytes(map.weights),
-      content: pair(bytes(map.content)),
-      distances: pair(bytes(map.distances)),
-      nothing: bytes(map.null),
-    };
-  }
+  const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const pairs = (text) => new Uint16Array(bytes(text).buffer); // little-endian, as every browser's machine is
+  map.arrays ??= {
+    weights: bytes(map.weights),
+    content: pairs(map.content),
+    distances: pairs(map.distances),
+    nothing: bytes(map.null),
+  };
   return map.arrays;
 }
 
@@ -43,182 +36,127 @@ function cellText(map, layer, head, row, column) {
   const quoted = (symbol) => `“${shortened(visibleSymbol(symbol), 24)}”`;
   const first = `query ${query} ${quoted(map.row_symbols[row])}, key ${key} ${quoted(map.symbols[column])}`;
   if (key > query) return `${first}\nnot seen: the key comes later`;
-  const level = arrays.weights[place];
   const score = half(arrays.content[place]).toFixed(2);
+  const level = arrays.weights[place];
   if (level === 0) return `${first}\nscore ${score}\ndistance: not counted\nweight 0: dropped`;
   const weight = ((level - 1) / 63) ** 2;
-  const weighed = weight < 0.0005 ? "below 0.0005" : weight.toFixed(3);
-  return `${first}\nscore ${score}\ndistance ${count(arrays.distances[place])}\nweight ${weighed}`;
+  const weightText = weight < 0.0005 ? "below 0.0005" : weight.toFixed(3);
+  return `${first}\nscore ${score}\ndistance ${count(arrays.distances[place])}\nweight ${weightText}`;
 }
 
+// The cells of a head: weights by their square root, texts, and the rows that keep no key.
 function mapGrid(map, layer, head) {
-  const arrays = decoded(map);
-  const [rows, columns] = [map.rows.length, map.columns.length];
-  const start = (layer * map.heads.length + head) * rows;
-  const z = [];
-  const text = [];
-  const nothing = [];
-  for (let row = 0; row < rows; row++) {
-    const from = (start + row) * columns;
-    z.push(Array.from(arrays.weights.subarray(from, from + columns), (level) => (level ? (level - 1) / 63 : null)));
-    text.push(map.columns.map((_, column) => plain(cellText(map, layer, head, row, column))));
-    if (arrays.nothing[start + row]) nothing.push(row);
-  }
-  return { z, text, nothing };
-}
-
-const longest = (symbols) => Math.max(...symbols.map((symbol) => Math.min(9, visibleSymbol(symbol).length))) - 1;
-
-function axisTicks(symbols, room, mark) {
-  const every = Math.max(1, Math.ceil(symbols.length / room));
-  const chosen = symbols.map((_, index) => index).filter((index) => index % every === 0 || mark(index));
+  const { weights, nothing } = decoded(map);
+  const columns = map.columns.length;
+  const start = (layer * map.heads.length + head) * map.rows.length;
+  const level = (row, column) => weights[(start + row) * columns + column];
+  const grid = (cell) => map.rows.map((_, row) => map.columns.map((_, column) => cell(row, column)));
   return {
-    tickmode: "array",
-    tickfont: { size: room < 1.4 * symbols.length ? 8.5 : 11 },
-    tickvals: chosen,
-    ticktext: chosen.map((index) => plain(mark(index) + shortened(visibleSymbol(symbols[index]), 9))),
+    z: grid((row, column) => (level(row, column) ? (level(row, column) - 1) / 63 : null)),
+    text: grid((row, column) => plain(cellText(map, layer, head, row, column))),
+    nothing: map.rows.map((_, row) => row).filter((row) => nothing[start + row]),
   };
 }
 
+// Room for the longest of the symbols beside an axis, in pixels.
+const symbolRoom = (symbols) => 6 * Math.max(...symbols.map((symbol) => Math.min(9, visibleSymbol(symbol).length))) - 6;
+
+// Symbols on an axis, as many as there is room for, and all that have a mark.
+function symbolTicks(symbols, room, mark) {
+  const every = Math.max(1, Math.ceil(symbols.length / room));
+  const tickvals = symbols.map((_, index) => index).filter((index) => index % every === 0 || mark(index));
+  const ticktext = tickvals.map((index) => plain(mark(index) + shortened(visibleSymbol(symbols[index]), 9)));
+  return { tickmode: "array", tickfont: { size: room < 1.4 * symbols.length ? 8.5 : 11 }, tickvals, ticktext };
+}
+
+function mapLayout(map, width, nothing) {
+  const [rows, columns] = [map.rows.length, map.columns.length];
+  const height = Math.max(260, Math.min(720, 90 + (width - 120) * (rows / columns)));
+  const letters = map.symbols.every((symbol) => symbol.length < 2);
+  const mark = (row) => (map.marked.includes(map.rows[row]) ? "▸ " : "") + (nothing.includes(row) ? "∅ " : "");
+  const axis = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
+  const left = 56 + symbolRoom(map.row_symbols);
+  return {
+    dragmode: false,
+    height,
+    margin: { l: left, r: 8, t: 8, b: 44 + (letters ? 0 : symbolRoom(map.symbols)) },
+    plot_bgcolor: colourOf("gap"),
+    xaxis: {
+      ...axis,
+      title: { text: "keys" },
+      range: [-0.5, columns - 0.5],
+      tickangle: letters ? 0 : -90,
+      ...symbolTicks(map.symbols, (width - 90) / (letters ? 7 : 10), () => ""),
+    },
+    yaxis: {
+      ...axis,
+      title: { text: "queries" },
+      range: [rows - 0.5, -0.5],
+      ...symbolTicks(map.row_symbols, (height - 80) / 8.5, mark),
+    },
+  };
+}
+
+// One map with choosers of run, layer and head. `first` is the run that is shown at the start.
 function mapPanel(section, first) {
   const chosen = { map: first, layer: 0, head: 0, row: 0, column: 0 };
-  const plot = element("div", {
-    class: "plot map",
-    tabindex: "0",
-    role: "group",
-    "aria-label": "Attention map. Arrow keys go from cell to cell.",
-  });
+  const label = "Attention map. Arrow keys go from cell to cell.";
+  const plot = element("div", { class: "plot map", tabindex: "0", role: "group", "aria-label": label });
   const readout = element("output", { class: "readout", "aria-live": "polite" });
   const choosers = element("div", { class: "chooser" });
   const caption = element("figcaption");
   const map = () => section.maps[chosen.map];
+  const band = (y) => ({ type: "rect", y0: y - 0.5, y1: y + 0.5 });
 
   function refill() {
-    const each = (name, of) =>
-      chooser(name, of, 0, (index) => {
+    Object.assign(chosen, { layer: 0, head: 0, row: map().rows.length - 1, column: 0 });
+    const part = (name, numbers) => {
+      const choose = (index) => {
         chosen[name.toLowerCase()] = index;
         draw();
-      });
-    [chosen.layer, chosen.head, chosen.row, chosen.column] = [0, 0, map().rows.length - 1, 0];
+      };
+      return chooser(name, numbers.map(String), 0, choose);
+    };
+    const chooseRun = (index) => {
+      chosen.map = index;
+      refill();
+      choosers.querySelector("select").focus();
+    };
     const runs = section.maps.map((other) => other.label);
-    choosers.replaceChildren(
-      chooser("Run", runs, chosen.map, (index) => {
-        chosen.map = index;
-        refill();
-        choosers.querySelector("select").focus();
-      }),
-      each("Layer", map().layers.map(String)),
-      each("Head", map().heads.map(String)),
-    );
+    const run = chooser("Run", runs, chosen.map, chooseRun);
+    choosers.replaceChildren(run, part("Layer", map().layers), part("Head", map().heads));
     draw();
   }
   function tell(row, column) {
-    [chosen.row, chosen.column] = [row, column];
-    readout.textContent = cellText(map(), chosen.layer, chosen.head, row, column);
+    const within = (value, size) => Math.max(0, Math.min(size - 1, value));
+    chosen.row = within(row, map().rows.length);
+    chosen.column = within(column, map().columns.length);
+    readout.textContent = cellText(map(), chosen.layer, chosen.head, chosen.row, chosen.column);
   }
   function cursor() {
-    const [x, y] = [chosen.column, chosen.row];
-    return { type: "rect", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line: { color: "#D55E00", width: 2 } };
+    const x = chosen.column;
+    return { ...band(chosen.row), x0: x - 0.5, x1: x + 0.5, line: { color: "#D55E00", width: 2 } };
   }
   function draw() {
-    const grid = mapGrid(map(), chosen.layer, chosen.head);
-    const width = plot.clientWidth;
-    const marked = new Set(map().marked);
-    const nothing = new Set(grid.nothing);
-    const [rows, columns] = [map().rows.length, map().columns.length];
-    const height = Math.max(260, Math.min(720, 90 + (width - 120) * (rows / columns)));
-    const scale = THEME.dark
-      ? [
-          [0, "#26323c"],
-          [0.35, "#2f6d97"],
-          [0.7, "#7cc3f0"],
-          [1, "#fff6cf"],
-        ]
-      : [
-          [0, "#e9f1f7"],
-          [0.35, "#8fc0e0"],
-          [0.7, "#2477b0"],
-          [1, "#08264a"],
-        ];
-    const nullRows = grid.nothing.map((row) => ({
-      type: "rect",
-      xref: "paper",
-      x0: 0,
-      x1: 1,
-      y0: row - 0.5,
-      y1: row + 0.5,
-      fillcolor: "rgba(230,159,0,0.28)",
-      line: { width: 0 },
-      layer: "above",
-    }));
-    const axis = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
-    const letters = map().symbols.every((symbol) => symbol.length < 2);
-    const layout = {
-      ...baseLayout(),
-      dragmode: false,
-      width,
-      height,
-      margin: {
-        l: 56 + 6 * longest(map().row_symbols),
-        r: 8,
-        t: 8,
-        b: 44 + (letters ? 0 : 6 * longest(map().symbols)),
-      },
-      plot_bgcolor: colourOf("gap"),
-      xaxis: {
-        ...axis,
-        title: { text: "keys" },
-        range: [-0.5, columns - 0.5],
-        tickangle: letters ? 0 : -90,
-        ...axisTicks(map().symbols, (width - 90) / (letters ? 7 : 10), () => ""),
-      },
-      yaxis: {
-        ...axis,
-        title: { text: "queries" },
-        range: [rows - 0.5, -0.5],
-        ...axisTicks(
-          map().row_symbols,
-          (height - 80) / 8.5,
-          (row) => (marked.has(map().rows[row]) ? "▸ " : "") + (nothing.has(row) ? "∅ " : ""),
-        ),
-      },
-      shapes: document.activeElement === plot ? [...nullRows, cursor()] : nullRows,
-    };
-    const trace = {
-      type: "heatmap",
-      z: grid.z,
-      text: grid.text,
-      hoverinfo: "text",
-      showscale: width > 420,
-      zmin: 0,
-      zmax: 1,
-      colorscale: scale,
-      colorbar: {
-        thickness: 10,
-        outlinewidth: 0,
-        tickvals: [0, 0.1, 0.3162, 0.7071, 1],
-        ticktext: ["0", "0.01", "0.1", "0.5", "1"],
-        title: { text: "weight", font: { size: 11 } },
-        len: 0.9,
-      },
-    };
-    Plotly.react(plot, [trace], layout, PLOT_SETTINGS);
-    const words = [`${map().title}.`];
-    if (marked.size) words.push("▸ an answer is due.");
-    if (nothing.size) words.push("∅ keeps no key.");
-    caption.textContent = words.join(" ");
-    tell(Math.min(chosen.row, rows - 1), Math.min(chosen.column, columns - 1));
-    if (!plot.dataset.heard) {
-      plot.dataset.heard = "yes";
-      plot.on("plotly_hover", (event) => tell(event.points[0].y, event.points[0].x));
-    }
+    const { nothing, ...grid } = mapGrid(map(), chosen.layer, chosen.head);
+    const layout = mapLayout(map(), plot.clientWidth, nothing);
+    const tint = { fillcolor: "rgba(230,159,0,0.28)", line: { width: 0 }, layer: "above" };
+    layout.shapes = nothing.map((row) => ({ ...band(row), ...tint, xref: "paper", x0: 0, x1: 1 }));
+    if (document.activeElement === plot) layout.shapes.push(cursor());
+    const ticks = { tickvals: [0, 0.1, 0.3162, 0.7071, 1], ticktext: ["0", "0.01", "0.1", "0.5", "1"] };
+    const colorbar = { ...ticks, thickness: 10, outlinewidth: 0, title: { text: "weight", font: { size: 11 } }, len: 0.9 };
+    const colours = { zmin: 0, zmax: 1, colorscale: THEME.dark ? SCALES.dark : SCALES.light, colorbar };
+    const trace = { type: "heatmap", ...grid, ...colours, hoverinfo: "text", showscale: plot.clientWidth > 420 };
+    drawPlot(plot, [trace], layout, { plotly_hover: (event) => tell(event.points[0].y, event.points[0].x) });
+    const due = map().marked.length ? " ▸ an answer is due." : "";
+    caption.textContent = `${map().title}.${due}${nothing.length ? " ∅ keeps no key." : ""}`;
+    tell(chosen.row, chosen.column);
   }
   plot.addEventListener("keydown", (event) => {
-    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const step = STEPS[event.key];
     if (!step) return;
     event.preventDefault();
-    const within = (value, size) => Math.max(0, Math.min(size - 1, value));
-    tell(within(chosen.row + step[0], map().rows.length), within(chosen.column + step[1], map().columns.length));
+    tell(chosen.row + step[0], chosen.column + step[1]);
     Plotly.relayout(plot, { shapes: [...plot.layout.shapes.filter((shape) => shape.xref === "paper"), cursor()] });
   });
   redraws.push(draw);

@@ -1,78 +1,103 @@
-"""Attention maps on the page: files of `tra attend`, cut to what a page can carry, as base64 of their bytes."""
+"""Read the attention maps of runs, and cut them to what a page can carry, as base64 of their bytes."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tra.runs.attention_file import Attended
+from tra.report.runs import EvaluatedRun, Problem, one_line
+from tra.runs import AttentionMaps, RunFolder, read_attention
 
-MOST_MAPS = 12
+MAX_MAPS = 12
 WINDOWS = (96, 64, 48, 32)
-"""Queries and keys of a map at most: the first of these with which all maps fit."""
+"""Most queries and keys of a map: the first of these with which all maps fit."""
 
-MOST_BYTES = 6_000_000
+MAX_BYTES = 6_000_000
 """Of all maps together, before base64."""
 
+BYTES_PER_CELL = 5
+"""Weight, score and distance."""
 
-def fitted(maps: Sequence[Attended]) -> tuple[list[Attended | None], str]:
-    """Every map, cut alike, or None where it doesn't fit any more; and what was left out, in words."""
-    window = next((w for w in WINDOWS if sum(_bytes(_cut(m, w)) for m in maps[:MOST_MAPS]) <= MOST_BYTES), WINDOWS[-1])
-    kept: list[Attended | None] = []
-    left = MOST_BYTES
-    for number, attended in enumerate(maps):
-        cut = _cut(attended, window) if number < MOST_MAPS else None
-        kept.append(cut if cut is not None and _bytes(cut) <= left else None)
-        left -= 0 if kept[-1] is None else _bytes(kept[-1])
+
+def read_maps(runs: Sequence[EvaluatedRun]) -> tuple[dict[str, AttentionMaps], list[Problem]]:
+    """Return the maps of those runs that have some, by the run's name, and the files that are damaged."""
+    found: dict[str, AttentionMaps] = {}
+    problems: list[Problem] = []
+    for run in runs:
+        file = RunFolder(Path(run.name)).attention_file
+        if file.is_file():
+            try:
+                found[run.name] = _checked(read_attention(file), file)
+            except (ValueError, OSError) as error:
+                why = f"its attention maps are left out: {one_line(error)}"
+                problems.append(Problem(run.name, why, whole=False))
+    return found, problems
+
+
+def fit_maps(maps: dict[str, AttentionMaps]) -> tuple[dict[str, AttentionMaps], str]:
+    """Return the first maps that fit on a page, cut alike, and what was left out, in words."""
+    first = list(maps.values())[:MAX_MAPS]
+    sizes = (size for size in WINDOWS if sum(_bytes(_cut(map_, size)) for map_ in first) <= MAX_BYTES)
+    window = next(sizes, WINDOWS[-1])
+    kept: dict[str, AttentionMaps] = {}
+    room = MAX_BYTES
+    for name, map_ in list(maps.items())[:MAX_MAPS]:
+        cut = _cut(map_, window)
+        if _bytes(cut) <= room:
+            kept[name] = cut
+            room -= _bytes(cut)
     notes = []
-    if None in kept:
-        notes.append(f"{len(kept) - kept.count(None)} of {len(maps)} runs with maps are shown")
-    if any(max(len(attended.rows), len(attended.columns)) > window for attended in maps[:MOST_MAPS]):
+    if len(kept) < len(maps):
+        notes.append(f"{len(kept)} of {len(maps)} runs with maps are shown")
+    if any(max(len(map_.rows), len(map_.columns)) > window for map_ in first):
         notes.append(f"of a larger map only the last {window} queries and the last {window} keys that they see")
     return kept, f"To keep the page small, {', and '.join(notes)}." if notes else ""
 
 
-def encoded(attended: Attended) -> dict[str, Any]:
-    """JSON-able."""
-    shown = set(attended.rows.tolist())
+def encode_maps(maps: AttentionMaps) -> dict[str, Any]:
+    """Return maps as a JSON-able value."""
+    shown = set(maps.rows.tolist())
+    lists = ("layers", "heads", "rows", "columns", "row_symbols", "symbols")
     return {
-        "title": attended.title,
-        "layers": attended.layers.tolist(),
-        "heads": attended.heads.tolist(),
-        "rows": attended.rows.tolist(),
-        "columns": attended.columns.tolist(),
-        "row_symbols": attended.row_symbols.tolist(),
-        "symbols": attended.symbols.tolist(),
-        "marked": [place for place in attended.marked.tolist() if place in shown],
-        "weights": _base64(attended.weights, "u1"),
-        "content": _base64(attended.content, "<f2"),
-        "distances": _base64(attended.distances, "<u2"),
-        "null": _base64(attended.null, "u1"),
+        "title": maps.title,
+        **{name: getattr(maps, name).tolist() for name in lists},
+        "marked": [position for position in maps.marked.tolist() if position in shown],
+        "weights": _base64(maps.weights, "u1"),
+        "content": _base64(maps.content, "<f2"),
+        "distances": _base64(maps.distances, "<u2"),
+        "null": _base64(maps.null, "u1"),
     }
 
 
-def _cut(attended: Attended, size: int) -> Attended:
-    rows = slice(max(0, len(attended.rows) - size), None)
-    end = max(1, int((attended.columns <= attended.rows[-1]).sum()))
+def _checked(maps: AttentionMaps, file: Path) -> AttentionMaps:
+    if maps.weights.size == 0 or (len(maps.row_symbols), len(maps.symbols)) != maps.weights.shape[2:]:
+        raise ValueError(f"{file.name} is damaged: a symbol is due for every query and key")
+    return maps
+
+
+def _cut(maps: AttentionMaps, size: int) -> AttentionMaps:
+    """Keep the last queries, and the last keys that they see."""
+    rows = slice(max(0, len(maps.rows) - size), None)
+    end = max(1, int((maps.columns <= maps.rows[-1]).sum()))
     columns = slice(max(0, end - size), end)
-    return attended._replace(
-        rows=attended.rows[rows],
-        row_symbols=attended.row_symbols[rows],
-        columns=attended.columns[columns],
-        symbols=attended.symbols[columns],
-        null=attended.null[:, :, rows],
-        weights=attended.weights[:, :, rows, columns],
-        content=attended.content[:, :, rows, columns],
-        distances=attended.distances[:, :, rows, columns],
+    cells = {name: getattr(maps, name)[:, :, rows, columns] for name in ("weights", "content", "distances")}
+    return maps._replace(
+        rows=maps.rows[rows],
+        row_symbols=maps.row_symbols[rows],
+        columns=maps.columns[columns],
+        symbols=maps.symbols[columns],
+        null=maps.null[:, :, rows],
+        **cells,
     )
 
 
-def _bytes(attended: Attended) -> int:
-    return attended.weights.size * 5
+def _bytes(maps: AttentionMaps) -> int:
+    return maps.weights.size * BYTES_PER_CELL
 
 
 def _base64(array: npt.NDArray[Any], dtype: str) -> str:

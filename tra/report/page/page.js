@@ -1,55 +1,27 @@
-// The page, from its data: what couldn't be shown, then a section per task.
+// The page, from its data: what could not be read, then a section per task.
 function summaryPart(section) {
-  const made = element("div", { class: "summary prose" });
-  for (const paragraph of section.summary) {
-    made.append(element("p", {}, isolated(paragraph.text)));
-    if (paragraph.items.length)
-      made.append(element("ul", {}, ...paragraph.items.map((item) => element("li", {}, isolated(item)))));
-  }
-  return made;
-}
-
-function folded(title, ...children) {
-  return element("details", {}, element("summary", {}, isolated(title)), element("div", {}, ...children));
-}
-
-function runsPart(section) {
-  const made = [element("h3", {}, "Runs, and how to make them again")];
-  const commands = [...new Set(section.runs.flatMap((run) => run.commands))];
-  made.push(
-    commands.length
-      ? element("pre", { tabindex: "0", "aria-label": "Commands" }, commands.join("\n"))
-      : element("p", { class: "quiet" }, "The runs don't say how they were made."),
-  );
-  const runs = section.runs.map((run) => {
-    const facts = element("dl");
-    for (const [name, value] of [["folder", run.name], ...run.facts, ["command", run.commands.join("; ")]]) {
-      if (value) facts.append(element("dt", {}, name), element("dd", {}, isolated(value)));
-    }
-    const config = folded("config.json", element("pre", { dir: "auto" }, run.config));
-    const environment = folded("environment.json", element("pre", { dir: "auto" }, run.environment));
-    return folded(shortened(run.label, 80), facts, config, environment);
-  });
-  return [...made, ...(runs.length > 6 ? [folded(`Configs and environments of ${runs.length} runs`, ...runs)] : runs)];
+  const list = (items) => element("ul", {}, ...items.map((item) => element("li", {}, isolated(item))));
+  const parts = section.summary.flatMap(({ text, items }) => [
+    element("p", {}, isolated(text)),
+    ...(items.length ? [list(items)] : []),
+  ]);
+  return element("div", { class: "summary prose" }, ...parts);
 }
 
 function chartsPart(section, state, draws) {
   const made = [];
   section.charts.forEach((chart, index) => {
     const views = chart.kind === "failures" && chart.measures.length > 1 ? [0, 1] : [0];
-    const figures = views.map((first) => chartFigure(section, chart, state, first, index === 0));
-    draws.push(...figures.map((each) => each.draw));
+    const drawn = views.map((first) => chartFigure(section, chart, state, first, index === 0));
+    draws.push(...drawn.map((each) => each.draw));
     const title = element("h3", {}, isolated(chart.title));
-    if (chart.kind === "perplexity" && index > 0) {
-      // texts after the first stand side by side
-      if (index === 1) made.push(element("div", { class: "pair two" }));
-      made.at(-1).append(element("div", {}, title, figures[0].figure));
+    const figures = drawn.map((each) => each.figure);
+    if (chart.kind !== "perplexity" || index === 0) {
+      made.push(title, sideBySide(figures));
       return;
     }
-    made.push(
-      title,
-      element("div", { class: views.length > 1 ? "pair two" : "pair" }, ...figures.map((each) => each.figure)),
-    );
+    if (index === 1) made.push(element("div", { class: "pair two" })); // texts after the first stand side by side
+    made.at(-1).append(element("div", {}, title, ...figures));
   });
   return made;
 }
@@ -59,10 +31,25 @@ function mapsPart(section, draws) {
   const panels = section.maps.slice(0, 2).map((_, index) => mapPanel(section, index));
   draws.push(...panels.map((panel) => panel.draw));
   const note = "A cell is the weight that a query (row) gives a key (column). Bare ground: dropped, or not seen.";
+  const figures = sideBySide(panels.map((panel) => panel.figure));
+  return [element("h3", {}, "Attention maps"), quiet(`${note} ${DATA.maps_note}`), figures];
+}
+
+function runsPart(section) {
+  const commands = [...new Set(section.runs.flatMap((run) => run.commands))].join("\n");
+  const listing = element("pre", { tabindex: "0", "aria-label": "Commands" }, commands);
+  const runs = section.runs.map((run) => {
+    const facts = [["folder", run.name], ...run.facts, ["command", run.commands.join("; ")]]
+      .filter(([, value]) => value)
+      .flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, isolated(value))]);
+    const file = (name, text) => folded(name, element("pre", { dir: "auto" }, text));
+    const files = [file("config.json", run.config), file("environment.json", run.environment)];
+    return folded(shortened(run.label, 80), element("dl", {}, ...facts), ...files);
+  });
   return [
-    element("h3", {}, "Attention maps"),
-    element("p", { class: "quiet" }, `${note} ${DATA.maps_note}`),
-    element("div", { class: panels.length > 1 ? "pair two" : "pair" }, ...panels.map((panel) => panel.figure)),
+    element("h3", {}, "Runs, and how to make them again"),
+    commands ? listing : quiet("The runs don't say how they were made."),
+    ...(runs.length > 6 ? [folded(`Configs and environments of ${runs.length} runs`, ...runs)] : runs),
   ];
 }
 
@@ -70,43 +57,40 @@ function problemsPart() {
   const lines = DATA.problems.map((problem) =>
     element("li", {}, isolated(shortened(problem.run, 200)), " ", isolated(problem.why)),
   );
-  const whole = DATA.problems.some((problem) => problem.whole);
+  const title = DATA.problems.some((problem) => problem.whole) ? "Not shown" : "Shown in part";
+  return element("div", { class: "problems", role: "note" }, element("h2", {}, title), element("ul", {}, ...lines));
+}
+
+function sectionPart(section, id, draws) {
+  const state = shownGroups(section);
   return element(
-    "div",
-    { class: "problems", role: "note" },
-    element("h2", {}, whole ? "Not shown" : "Shown in part"),
-    element("ul", {}, ...lines),
+    "section",
+    { id, "aria-labelledby": `${id}-title` },
+    element("h2", { id: `${id}-title` }, isolated(shortened(section.title, 200))),
+    summaryPart(section),
+    mechanismList(section, state),
+    ...chartsPart(section, state, draws),
+    ...section.tables.flatMap((table) => sortableTable(section, table)),
+    ...mapsPart(section, draws),
+    ...runsPart(section),
   );
 }
 
+// Builds all words and tables, and returns the functions that draw the charts.
 function build() {
-  document.title = `tra report: ${shortened(DATA.title, 80)}`;
-  document.querySelector("h1").replaceChildren("tra report: ", isolated(shortened(DATA.title, 80)));
+  const title = shortened(DATA.title, 80);
+  document.title = `tra report: ${title}`;
+  document.querySelector("h1").replaceChildren("tra report: ", isolated(title));
   document.getElementById("count").textContent = `${DATA.count}. tra ${DATA.version}.`;
   document.getElementById("made").append(folded("How to make this page again", element("pre", {}, DATA.command)));
   const main = document.getElementById("content");
   if (DATA.problems.length) main.append(problemsPart());
-  const links = element("ul");
   const draws = [];
-  DATA.sections.forEach((section, index) => {
-    const id = `task-${index}`;
-    links.append(element("li", {}, element("a", { href: `#${id}` }, isolated(shortened(section.title, 80)))));
-    const { state, list } = mechanismList(section);
-    main.append(
-      element(
-        "section",
-        { id, "aria-labelledby": `${id}-title` },
-        element("h2", { id: `${id}-title` }, isolated(shortened(section.title, 200))),
-        summaryPart(section),
-        list,
-        ...chartsPart(section, state, draws),
-        ...section.tables.flatMap((table) => sortableTable(section, table)),
-        ...mapsPart(section, draws),
-        ...runsPart(section),
-      ),
-    );
-  });
-  if (DATA.sections.length > 1) document.getElementById("contents").append(links);
+  main.append(...DATA.sections.map((section, index) => sectionPart(section, `task-${index}`, draws)));
+  const links = DATA.sections.map((section, index) =>
+    element("li", {}, element("a", { href: `#task-${index}` }, isolated(shortened(section.title, 80)))),
+  );
+  if (links.length > 1) document.getElementById("contents").append(element("ul", {}, ...links));
   return draws;
 }
 

@@ -1,0 +1,149 @@
+"""Draw curves of mechanisms side by side: measures against length, training, and perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from tra.report import style
+from tra.report.curves import (
+    Curve,
+    curve_by_length,
+    diagnosis,
+    exact_match,
+    perplexity_curve,
+    splits_of,
+    training_curve,
+)
+from tra.report.names import training_title
+from tra.report.runs import EvaluatedRun, by_mechanism
+
+AXIS_NAMES = {
+    "negative_mass": "mass on keys of\nnegative content",
+    "reversed": "pairs not in the\norder of content",
+    "lifted": "negative key above\na positive one",
+}
+"""Measures of diagnose.jsonl that have a figure."""
+
+PERPLEXITY_TICKS = (10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000, 2000)
+
+Curves = dict[str, Curve]
+"""By mechanism, in the order of tables."""
+
+
+def exact_curves(runs: Sequence[EvaluatedRun]) -> Curves:
+    """Return exact match against length."""
+    splits = splits_of(runs)
+    return _curves(runs, lambda group: curve_by_length(group, splits, exact_match))
+
+
+def failure_curves(runs: Sequence[EvaluatedRun]) -> dict[str, Curves]:
+    """Return the failures of attention against length by measure, without those that were measured nowhere."""
+    splits = splits_of(runs, diagnosed=True)
+    found = {
+        measure: _curves(runs, partial(curve_by_length, splits=splits, level_of=partial(diagnosis, measure)))
+        for measure in AXIS_NAMES
+    }
+    return {measure: curves for measure, curves in found.items() if curves}
+
+
+def training_curves(runs: Sequence[EvaluatedRun]) -> Curves:
+    """Return the training loss against steps."""
+    return _curves(runs, training_curve)
+
+
+def perplexity_curves(runs: Sequence[EvaluatedRun], text: str, overlap: str = "none") -> Curves:
+    """Return perplexity of a text against window."""
+    return _curves(runs, lambda group: perplexity_curve(group, text, overlap))
+
+
+def _curves(runs: Sequence[EvaluatedRun], curve_of: Any) -> Curves:
+    found = {mechanism: curve_of(group) for mechanism, group in by_mechanism(runs).items()}
+    return {mechanism: curve for mechanism, curve in found.items() if curve.x}
+
+
+def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> None:
+    """Draw a row of panels per measure; a dotted line marks the length that was trained on."""
+    groups = style.split_into_panels(list(dict.fromkeys(name for curves in measures.values() for name in curves)))
+    lengths = sorted({length for curves in measures.values() for curve in curves.values() for length in curve.x})
+    width = (5.5 if len(groups) == 1 else 2.9 * len(groups)) + 0.4
+    size = (width, (0.7 if len(groups) == 1 else 1.2) + 2.2 * len(measures))
+    with style.styled():
+        figure, panels = _subplots(len(measures), len(groups), size)
+        for axes_row, (name, curves) in zip(panels, measures.items(), strict=True):
+            for axes, group in zip(axes_row, groups, strict=True):
+                for mechanism in group:
+                    if mechanism in curves:
+                        style.draw_curve(axes, curves[mechanism], **style.line_style(mechanism))
+                style.mark_trained_length(axes, trained_at)
+                style.length_ticks(axes, lengths)
+            highest = max(max(curve.high) for curve in curves.values())
+            axes_row[0].set_ylim(-0.03 * highest, 1.03 * highest)
+            axes_row[0].set_ylabel(name)
+        for axes, group in zip(panels[0], groups, strict=True):
+            handles = [axes.plot([], [], **style.line_style(mechanism))[0] for mechanism in group]
+            style.legend_above(axes, columns=1 if len(groups) > 1 else 3, handles=handles)
+        for axes in panels[-1]:
+            axes.set_xlabel("length (dotted: trained on)")
+        style.save(figure, path)
+
+
+def draw_training(curves: Curves, path: Path) -> None:
+    """Draw the loss on a logarithmic axis."""
+    groups = style.split_into_panels(list(curves))
+    several = any(level.runs > 1 for curve in curves.values() for level in curve.levels)
+    with style.styled():
+        size = (5.5, 3.2) if len(groups) == 1 else (2.9 * len(groups) + 0.4, 3.6)
+        figure, panels = _subplots(1, len(groups), size)
+        for axes, group in zip(panels[0], groups, strict=True):
+            for number, mechanism in enumerate(group):
+                curve = curves[mechanism]
+                every = max(1, len(curve.x) // 6)
+                line = style.line_style(mechanism) | {"linewidth": 1.0, "markersize": 3.5}
+                style.draw_curve(axes, curve, markevery=(number * every // len(group), every), **line)
+            axes.set_yscale("log")
+            axes.set_xlabel("step")
+            style.legend_above(axes, columns=1 if len(groups) > 1 else 3)
+        panels[0][0].set_ylabel(training_title(several))
+        style.save(figure, path)
+
+
+def draw_perplexity(texts: dict[str, Curves], trained_at: int, path: Path) -> None:
+    """Draw a panel per text; both axes are logarithmic."""
+    with style.styled():
+        figure, panels = plt.subplots(1, len(texts), figsize=(4.6 * len(texts), 3.6), sharey=True, squeeze=False)
+        for axes, (text, curves) in zip(panels[0], texts.items(), strict=True):
+            for mechanism, curve in curves.items():
+                style.draw_curve(axes, curve, opacity=0.12, **style.line_style(mechanism))
+            style.mark_trained_length(axes, trained_at)
+            axes.set(xscale="log", yscale="log", title=text, xlabel="window, tokens")
+            windows = sorted({window for curve in curves.values() for window in curve.x})
+            axes.set_xticks(windows, [f"{w // 1024}k" if w >= 1024 else str(w) for w in windows])
+            axes.minorticks_off()
+        low = min(min(curve.low) for curves in texts.values() for curve in curves.values())
+        high = max(max(curve.high) for curves in texts.values() for curve in curves.values())
+        ticks = [tick for tick in PERPLEXITY_TICKS if low < tick < high]
+        panels[0][0].set_yticks(ticks, [str(tick) for tick in ticks])
+        panels[0][0].set_ylabel("perplexity")
+        panels[0][0].legend()
+        style.save(figure, path)
+
+
+def draw_positions(losses: dict[str, list[tuple[int, float | None, int]]], path: Path, title: str) -> None:
+    """Draw the loss against the position in the window, from `by_position` of perplexity.jsonl."""
+    with style.styled():
+        figure, axes = plt.subplots(figsize=(5.5, 3.4))
+        for mechanism, positions in losses.items():
+            ends, means = zip(*((end, mean) for end, mean, _ in positions if mean is not None), strict=True)
+            axes.plot(ends, means, **style.line_style(mechanism))
+        axes.set(xscale="log", xlabel="place in the window, up to", ylabel="nats a token", title=title)
+        axes.legend()
+        style.save(figure, path)
+
+
+def _subplots(rows: int, columns: int, size: tuple[float, float]) -> Any:
+    return plt.subplots(rows, columns, figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained")

@@ -1,0 +1,53 @@
+"""95 % intervals: of a proportion, and of means over documents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+RESAMPLES = 2000
+"""Draws of documents behind a bootstrap interval."""
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Return the 95 % interval of a proportion (Wilson 1927), which stays within 0 and 1."""
+    if trials < 1:
+        raise ValueError("an interval needs at least one trial")
+    rate = successes / trials
+    middle = rate + z * z / (2 * trials)
+    spread = z * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    low = 0.0 if successes == 0 else (middle - spread) / scale
+    high = 1.0 if successes == trials else (middle + spread) / scale
+    return low, high
+
+
+def bootstrap_interval(sums: npt.NDArray[np.float64], counts: npt.NDArray[Any]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean a token, `sums.sum() / counts.sum()`, with documents resampled.
+
+    Equally many documents are always resampled alike, so intervals of two models on one text can be compared.
+
+    Args:
+        sums: [N], of each document.
+        counts: [N], tokens of each document.
+    """
+    random = np.random.default_rng(0)
+    draws = (random.integers(len(sums), size=len(sums)) for _ in range(RESAMPLES))
+    means = [sums[drawn].sum() / counts[drawn].sum() for drawn in draws]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def perplexity_ratio(documents: npt.NDArray[np.float64], others: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Return one perplexity over another with its 95 % interval, paired by document.
+
+    Args:
+        documents: [N, 2], loss in nats and tokens of each document.
+        others: The same documents, under the model or window to compare with.
+    """
+    differences, counts = documents[:, 0] - others[:, 0], documents[:, 1]
+    low, high = bootstrap_interval(differences, counts)
+    return math.exp(differences.sum() / counts.sum()), math.exp(low), math.exp(high)
