@@ -82,8 +82,8 @@ def test_the_kernels_say_the_same(capacity: str | None) -> None:
     model, (ids, mask, _) = decoder("tra", d_model=64).float(), padded([20, 6], 20, "left")
     said = []
     for impl in ("reference", "triton"):
-        for block in model.blocks:
-            block.attention.impl = impl
+        for block in model.layers:
+            block.self_attn.impl = impl
         said.append(model.generate(ids, 4, mask, capacity=capacity).tolist())  # type: ignore[arg-type]
     assert said[0] == said[1]
 
@@ -318,9 +318,9 @@ def test_a_step_keeps_to_the_device(mechanism: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "autocast", lambda on, **k: nullcontext() if on == "meta" else autocast(on, **k))
     with torch.device("meta"):
         model = decoder(mechanism).float()
-        for block in model.blocks:
-            if hasattr(block.attention, "impl"):
-                block.attention.impl = "triton"
+        for block in model.layers:
+            if hasattr(block.self_attn, "impl"):
+                block.self_attn.impl = "triton"
         token, stops, noise = torch.zeros(2, 1, dtype=torch.long), torch.zeros(3), torch.ones(2, VOCABULARY)
     cache = model.new_cache(20)
     assert prefill(model, token.expand(-1, 5), None, cache).shape == (2, 32)
@@ -370,7 +370,7 @@ def test_bad_models_and_prompts() -> None:
     with pytest.raises(ValueError, match=r"not empty; got torch.int64 \(2, 0\)"):
         decoder("tra").generate(tokens(2, 6)[:, :0], 4)
     model = decoder("tra")
-    torch.nn.init.constant_(model.head.weight, torch.nan)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     with pytest.raises(ValueError, match="logits are NaN"):
         model.generate(tokens(1, 2), 3)
 

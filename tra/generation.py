@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention import Cache, StaticCache, ThresholdRelativeAttention
-from tra.attention.shared.base import check_masks
+from tra.attention.shared.inputs import check_masks
 from tra.ops.triton.forward import is_the_best_choice
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _columns(
         return chosen if stops is None else torch.where(_is_one_of(token, stops), token, chosen)
 
     _redraw(noise, generator)
-    logits = model.head(prefill(model, tokens, key_mask, cache, prefill_chunk))
+    logits = model.lm_head(prefill(model, tokens, key_mask, cache, prefill_chunk))
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits are NaN: there is no token to choose")
     token = choose(logits)
@@ -232,7 +232,7 @@ def prefill(
 
 def _stays_on_the_device(model: Decoder, device: torch.device) -> bool:
     """TRA's walk in PyTorch, which is all there is without the kernels, asks the device how far to go."""
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.head.weight.dtype
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.lm_head.weight.dtype
     return all(
         layer.impl == "triton" or (layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width))
         for layer in model.modules()

@@ -145,7 +145,7 @@ def attend(
     model.eval()
     places, pieces = torch.arange(*rows), max(1, CELLS // length)
     with exact_products():
-        inputs = model.attention_inputs(shown.tokens[None].to(model.embedding.weight.device))
+        inputs = model.attention_inputs(shown.tokens[None].to(model.embed_tokens.weight.device))
         seen = [
             [_piece(*inputs[layer], part, keys, heads) for part in places.to(inputs[layer][1].device).split(pieces)]
             for layer in layers

@@ -111,7 +111,7 @@ def token_losses(
         # The head not in bfloat16: rounded logits would add noise to every loss.
         targets = tokens[:, 1:].flatten()
         nothing = torch.zeros(len(targets), device=device)
-        scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.head.weight.float(), targets, nothing)
+        scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.lm_head.weight.float(), targets, nothing)
         for span, row in zip(batch, scored.losses.view(len(batch), -1).cpu().numpy(), strict=True):
             losses[span.scored : span.end + 1] = row[span.scored - span.start - 1 :]
             done += span.end + 1 - span.scored

@@ -19,7 +19,7 @@ import torch
 
 import tra
 from tra.config import RunConfig, differences
-from tra.model import Decoder
+from tra.model import Decoder, rename_parameters
 from tra.runs.rows import read_rows
 from tra.training.checkpoint import DamagedError, load_tensors, save_tensors, write_atomically
 
@@ -99,7 +99,7 @@ class RunFolder:
         except DamagedError as error:
             raise ValueError(str(error)) from None
         model = Decoder(config.model)
-        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        model.load_state_dict({name: tensor.float() for name, tensor in rename_parameters(tensors).items()})
         return model.to(device).eval()
 
 

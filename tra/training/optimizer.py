@@ -30,7 +30,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`exp_avg.blocks.0.…`: the optimiser's state under the names of the parameters."""
+    """`exp_avg.layers.0.…`: the optimiser's state under the names of the parameters."""
     return {
         f"{key}.{name}": value
         for name, parameter in model.named_parameters()

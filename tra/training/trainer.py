@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tra.config import RunConfig
-from tra.model import Decoder
+from tra.model import Decoder, rename_parameters
 from tra.runs.folder import RunFolder, write_rows
 from tra.runs.rows import read_rows
 from tra.tasks import Batch, Task, stream_seed
@@ -268,7 +268,8 @@ class Trainer:
             return
 
         def part(name: str) -> dict[str, Tensor]:
-            return {key[len(name) :]: value for key, value in state.tensors.items() if key.startswith(name)}
+            tensors = rename_parameters(state.tensors)
+            return {key[len(name) :]: value for key, value in tensors.items() if key.startswith(name)}
 
         self.model.load_state_dict(part("model."))
         if state.step > 0:
