@@ -70,11 +70,11 @@ def test_a_prompt_in_pieces_is_the_prompt(mechanism: str, chunk: int | None) -> 
 
 def test_a_long_prompt_is_never_held_whole() -> None:
     """Pieces go through the layers, and the head sees no token but the last."""
-    model, seen = decoder("tra"), {"embedding": set(), "head": set()}
+    model, seen = decoder("tra"), {"embed_tokens": set(), "lm_head": set()}
     for name, shapes in seen.items():
         model.get_submodule(name).register_forward_hook(lambda *given, s=shapes: s.add(tuple(given[2].shape[:-1])))
     model.generate(tokens(2, 20), 3, prefill_chunk=8)
-    assert seen == {"embedding": {(2, 8), (2, 4), (2, 1)}, "head": {(2,), (2, 1)}}
+    assert seen == {"embed_tokens": {(2, 8), (2, 4), (2, 1)}, "lm_head": {(2,), (2, 1)}}
 
 
 @pytest.mark.parametrize("capacity", ["static", *slow(None)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,14 @@ def test_compiles(mechanism: str) -> None:
     loss = compiled.train()(ids, labels=ids).loss
     loss.backward()
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("kind", [TRAForCausalLM, TRAModel])
+def test_fsdp_plans_name_modules(kind: type[TRAForCausalLM | TRAModel]) -> None:
+    """transformers' plan of base models, and of the head."""
+    model = kind(config())
+    names = {re.sub(r"\.\d+", ".*", name) for name, _ in model.named_modules()}
+    body = "model." if kind is TRAForCausalLM else ""
+    head = ["lm_head"] if kind is TRAForCausalLM else []
+    assert set(model.fsdp_plan) == {f"{body}{name}" for name in ("embed_tokens", "layers.*", "norm")} | set(head)
+    assert set(model.fsdp_plan) <= names
