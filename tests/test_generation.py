@@ -128,7 +128,7 @@ def test_what_is_drawn_from(sampling: Sampling) -> None:
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = 3 * torch.randn(6, 50, generator=seeded(3))
-    cut = sampling.cut(logits)
+    cut = sampling.filter(logits)
     for row, scores in zip(cut, logits.tolist(), strict=True):
         assert set(row.isfinite().nonzero()[:, 0].tolist()) == kept_by_hand(scores, sampling)
     theirs = TemperatureLogitsWarper(sampling.temperature)(None, logits)
@@ -143,18 +143,18 @@ def test_what_is_drawn_from(sampling: Sampling) -> None:
 def test_the_cuts_have_an_order() -> None:
     """Half, three tenths, two tenths: of the two likeliest the first has 5/8, which top_p is to know."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    assert Sampling(1.0, top_p=0.6).cut(logits).isfinite().tolist() == [[True, True, False]]
-    assert Sampling(1.0, top_k=2, top_p=0.6).cut(logits).isfinite().tolist() == [[True, False, False]]
-    assert Sampling(0.5, top_p=0.6).cut(logits).isfinite().tolist() == [[True, False, False]]  # 25 of 38 now
+    assert Sampling(1.0, top_p=0.6).filter(logits).isfinite().tolist() == [[True, True, False]]
+    assert Sampling(1.0, top_k=2, top_p=0.6).filter(logits).isfinite().tolist() == [[True, False, False]]
+    assert Sampling(0.5, top_p=0.6).filter(logits).isfinite().tolist() == [[True, False, False]]  # 25 of 38 now
 
 
 def test_draws_have_the_model_s_odds() -> None:
     """Each within five standard deviations, which one set of draws in 100,000 would exceed by chance."""
     sampling, draws = Sampling(0.7, top_k=5, top_p=0.7), 40_000
     logits = torch.randn(1, 9, generator=seeded(1))
-    odds = sampling.cut(logits).softmax(-1)[0]
+    odds = sampling.filter(logits).softmax(-1)[0]
     noise = torch.empty(draws, 9)
-    generation._redraw(noise, seeded(2))
+    generation._draw_noise(noise, seeded(2))
     counts = sampling.choose(logits.expand(draws, -1), noise).flatten().bincount(minlength=9)
     assert bool((counts[odds == 0] == 0).all())
     assert 1 < int((odds > 0).sum()) < 5
@@ -168,7 +168,7 @@ def test_noise_can_not_bring_back_what_was_cut() -> None:
         assert sampling.choose(logits, noise).item() == 1
     noise = torch.zeros(4)
     noise.exponential_ = lambda generator: noise  # type: ignore[method-assign,assignment] # a draw of 0
-    generation._redraw(noise, None)
+    generation._draw_noise(noise, None)
     assert bool((noise > 0).all())
 
 
@@ -201,7 +201,7 @@ def first_of(row: list[int], stops: set[int]) -> int:
 @pytest.mark.parametrize("capacity", [None, "static"])
 def test_stop_tokens(capacity: str | None, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row keeps its stop token and repeats it; when all have said one, that was the last column."""
-    monkeypatch.setattr(generation, "_looks_every", lambda *_: every)
+    monkeypatch.setattr(generation, "_stop_check_interval", lambda *_: every)
     model, prompt = decoder("tra"), tokens(4, 3, seed=4)
     free = model.generate(prompt, 30, generator=seeded(3), **SAMPLED).tolist()  # type: ignore[arg-type]
     stops = {free[0][2], free[2][5]}
@@ -270,7 +270,7 @@ class Replayed:
 @pytest.mark.parametrize("sampled", [{}, SAMPLED])
 def test_a_replayed_step_is_a_step(sampled: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop around a CUDA graph, without one."""
-    captured, made = generation._captured, []
+    captured, made = generation._capture_step, []
 
     def capture(step: object, cache: StaticCache, token: Tensor) -> object:
         made.append(stand_in := Replayed(step, cache))
@@ -279,13 +279,13 @@ def test_a_replayed_step_is_a_step(sampled: dict[str, float], monkeypatch: pytes
         return captured(stand_in.step, cache, token)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(generation, "_aside", lambda step, token: step(token))
-    monkeypatch.setattr(generation, "_captured", capture)
+    monkeypatch.setattr(generation, "_run_on_side_stream", lambda step, token: step(token))
+    monkeypatch.setattr(generation, "_capture_step", capture)
     model, (ids, mask, _) = decoder("tra"), padded([6, 3], 6, "left")
     expected = model.generate(ids, 12, mask, generator=seeded(1), **sampled)
     cache = model.new_cache(18)
     assert isinstance(cache, StaticCache)
-    columns = generation._columns(
+    columns = generation._generate_columns(
         model, ids, 12, mask, Sampling(**sampled), seeded(1), None, VOCABULARY, cache, None, graph=True
     )
     assert torch.equal(torch.stack(list(columns), 1), expected)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tra import unknown_name
 from tra.attention.shared.base import NORM_EPS, Attention
-from tra.attention.shared.cache import LayerCache, StaticLayerCache
 from tra.attention.shared.forget_gate import ForgetGate
 from tra.attention.shared.fusing import check_not_overridden
 from tra.attention.shared.inputs import AttentionInputs
@@ -97,17 +96,11 @@ class ThresholdRelativeAttention(Attention):
         super().check_parts()
         check_not_overridden(self, ThresholdRelativeAttention, FUSED_METHODS)
 
-    def project_and_attend(
-        self,
-        x: Tensor,
-        key_mask: Tensor | None,
-        cache: LayerCache | StaticLayerCache | None,
-        document_ids: Tensor | None,
-    ) -> Tensor:
-        """See `Attention`. In fused training projections, norm, gate and attention are one operator."""
-        unmasked = key_mask is None and cache is None and document_ids is None
-        if not (unmasked and self.fuse_projections and torch.is_grad_enabled() and self._fits_operator(x)):
-            return super().project_and_attend(x, key_mask, cache, document_ids)
+    def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
+        """See `Attention`. In fused training without masks, projections, norm, gate and attention are one operator."""
+        fused = self.fuse_projections and torch.is_grad_enabled() and all(value is None for value in context)
+        if not (fused and self._fits_operator(x)):
+            return super().project_and_attend(x, *context)
         self._check_width(x)
         gates = (self.gate.linear.weight, self.gate.linear.bias) if self.gated else ()
         weights = Weights(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, *gates)

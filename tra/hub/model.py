@@ -72,16 +72,11 @@ class TRAPreTrainedModel(PreTrainedModel):
             raise ValueError(f"the weights in {pretrained_model_name_or_path} can't be read: {error}") from None
         model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
         vars(model.config).pop(DIGESTS_KEY, None)  # digests are of the files, not of the model
-        if getattr(model, "_weight_conversions", None):  # which transformers would revert when it saves
-            model._weight_conversions = [
-                conversion
-                for conversion in model._weight_conversions
-                if conversion._original_source_patterns[0] not in HUB_RENAMED_PARAMETERS
-            ] or None
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """See transformers. config.json also holds digests of the weights, so that loading detects damage."""
+        kwargs.setdefault("save_original_format", False)  # which would bring back former names of parameters
         super().save_pretrained(save_directory, *args, **kwargs)
         folder, file = Path(save_directory), Path(save_directory) / "config.json"
         if file.is_file():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -140,15 +140,9 @@ class Attention(Mechanism):
             check_plain("gate", gate, ForgetGate)
             check_plain("gate.linear", gate.linear, GateLinear)
 
-    def project_and_attend(
-        self,
-        x: Tensor,
-        key_mask: Tensor | None,
-        cache: LayerCache | StaticLayerCache | None,
-        document_ids: Tensor | None,
-    ) -> Tensor:
-        """Return what `o_proj` reads, `[B, H, T, D]`."""
-        return self.attend(self.prepare_inputs(x, key_mask, cache, document_ids))
+    def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
+        """Return what `o_proj` reads, `[B, H, T, D]`; `context` is the rest of the arguments of `forward`."""
+        return self.attend(self.prepare_inputs(x, *context))
 
     def prepare_inputs(
         self,
