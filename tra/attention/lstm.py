@@ -20,7 +20,7 @@ class LongShortTermMemory(Mechanism):
     Args:
         d_model: Width of the input and the output.
         dropout: Rate on the hidden state that is read, in training.
-        n_heads, n_kv_heads, qk_norm, rotary, rope_theta, fuse_projections: Ignored, for the common signature.
+        n_heads, n_kv_heads, qk_norm, rotary, rope_theta, fuse_projections: For the common signature only.
     """
 
     replaces_mlp: ClassVar[bool] = True

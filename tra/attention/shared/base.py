@@ -16,7 +16,7 @@ from tra.attention.shared.positions import positions
 from tra.attention.shared.rotation import rotate_by_position
 
 NORM_EPS = 1e-6
-"""Of the norm of queries and keys."""
+"""Added to mean squares in the norm of queries and keys."""
 
 
 class WeightMap(NamedTuple):

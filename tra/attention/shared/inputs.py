@@ -1,4 +1,4 @@
-"""What a mechanism computes attention from, and what every mechanism reads off it: visible keys, scores, softmax."""
+"""What a mechanism computes attention from, and functions of it: visible keys, scores, softmax attention."""
 
 from __future__ import annotations
 
