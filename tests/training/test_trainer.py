@@ -126,7 +126,7 @@ def test_accumulation_is_the_same_step(accumulate: int) -> None:
 
 def test_bfloat16_trains(tmp_path: Path) -> None:
     train(small("train.steps=5", "train.precision=bfloat16"), tmp_path / "run", device=torch.device("cpu"))
-    assert weights(tmp_path / "run")["head.weight"].dtype == torch.float32
+    assert weights(tmp_path / "run")["lm_head.weight"].dtype == torch.float32
 
 
 @pytest.mark.slow
