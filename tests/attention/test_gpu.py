@@ -21,7 +21,7 @@ def decoder(mechanism: str) -> tra.Decoder:
     model = tra.Decoder(tra.DecoderConfig(50, d_model=128, n_layers=2, n_heads=4, mechanism=mechanism))
     with torch.no_grad():  # scores large enough to matter
         for name, weight in model.named_parameters():
-            if "query" in name or "key" in name or name == "embedding.weight":
+            if "q_proj" in name or "k_proj" in name or name == "embed_tokens.weight":
                 weight.mul_(3)
     return model.cuda()
 
