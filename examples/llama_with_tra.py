@@ -1,7 +1,7 @@
 """TRA in the place of a Llama's attention: masks, caches, generation and training stay those of transformers.
 
-transformers' attention interface hands on rotated queries and keys, and not the input that TRA's gate reads; so the
-layer is exchanged, not the function in it. Llama's positions go unused: TRA counts the keys that it keeps.
+transformers' attention interface passes on rotated queries and keys, and not the input that TRA's gate reads, so this
+replaces the layer and not the function in it. Llama's positions are not used: TRA counts the keys that it keeps.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LlamaTRA(tra.ThresholdRelativeAttention):
 
 
 def with_tra(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Exchange every attention; its projections keep their weights, the gate is new."""
+    """Replace every attention; its projections keep their weights, the gate is new."""
     for layer, block in enumerate(model.model.layers):
         old, new = block.self_attn, LlamaTRA(model.config, layer)
-        new.query.weight, new.key.weight, new.value.weight = old.q_proj.weight, old.k_proj.weight, old.v_proj.weight
-        new.out.weight = old.o_proj.weight
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            getattr(new, name).weight = getattr(old, name).weight
         block.self_attn = new.to(old.q_proj.weight)
     return model
 

@@ -22,7 +22,7 @@ def test_every_preset_builds(name: str) -> None:
     task = config.task.build()
     with torch.device("meta"):
         model = Decoder(config.model)
-    assert model.head.out_features == task.vocab_size >= len(task.vocabulary)
+    assert model.lm_head.out_features == task.vocab_size >= len(task.vocabulary)
     for split in task.splits:
         assert task.size(split) > 0
 

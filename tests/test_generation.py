@@ -70,11 +70,11 @@ def test_a_prompt_in_pieces_is_the_prompt(mechanism: str, chunk: int | None) -> 
 
 def test_a_long_prompt_is_never_held_whole() -> None:
     """Pieces go through the layers, and the head sees no token but the last."""
-    model, seen = decoder("tra"), {"embedding": set(), "head": set()}
+    model, seen = decoder("tra"), {"embed_tokens": set(), "lm_head": set()}
     for name, shapes in seen.items():
         model.get_submodule(name).register_forward_hook(lambda *given, s=shapes: s.add(tuple(given[2].shape[:-1])))
     model.generate(tokens(2, 20), 3, prefill_chunk=8)
-    assert seen == {"embedding": {(2, 8), (2, 4), (2, 1)}, "head": {(2,), (2, 1)}}
+    assert seen == {"embed_tokens": {(2, 8), (2, 4), (2, 1)}, "lm_head": {(2,), (2, 1)}}
 
 
 @pytest.mark.parametrize("capacity", ["static", *slow(None)])
@@ -82,8 +82,8 @@ def test_the_kernels_say_the_same(capacity: str | None) -> None:
     model, (ids, mask, _) = decoder("tra", d_model=64).float(), padded([20, 6], 20, "left")
     said = []
     for impl in ("reference", "triton"):
-        for block in model.blocks:
-            block.attention.impl = impl
+        for block in model.layers:
+            block.self_attn.impl = impl
         said.append(model.generate(ids, 4, mask, capacity=capacity).tolist())  # type: ignore[arg-type]
     assert said[0] == said[1]
 
@@ -128,7 +128,7 @@ def test_what_is_drawn_from(sampling: Sampling) -> None:
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = 3 * torch.randn(6, 50, generator=seeded(3))
-    cut = sampling.cut(logits)
+    cut = sampling.filter(logits)
     for row, scores in zip(cut, logits.tolist(), strict=True):
         assert set(row.isfinite().nonzero()[:, 0].tolist()) == kept_by_hand(scores, sampling)
     theirs = TemperatureLogitsWarper(sampling.temperature)(None, logits)
@@ -143,18 +143,18 @@ def test_what_is_drawn_from(sampling: Sampling) -> None:
 def test_the_cuts_have_an_order() -> None:
     """Half, three tenths, two tenths: of the two likeliest the first has 5/8, which top_p is to know."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    assert Sampling(1.0, top_p=0.6).cut(logits).isfinite().tolist() == [[True, True, False]]
-    assert Sampling(1.0, top_k=2, top_p=0.6).cut(logits).isfinite().tolist() == [[True, False, False]]
-    assert Sampling(0.5, top_p=0.6).cut(logits).isfinite().tolist() == [[True, False, False]]  # 25 of 38 now
+    assert Sampling(1.0, top_p=0.6).filter(logits).isfinite().tolist() == [[True, True, False]]
+    assert Sampling(1.0, top_k=2, top_p=0.6).filter(logits).isfinite().tolist() == [[True, False, False]]
+    assert Sampling(0.5, top_p=0.6).filter(logits).isfinite().tolist() == [[True, False, False]]  # 25 of 38 now
 
 
 def test_draws_have_the_model_s_odds() -> None:
     """Each within five standard deviations, which one set of draws in 100,000 would exceed by chance."""
     sampling, draws = Sampling(0.7, top_k=5, top_p=0.7), 40_000
     logits = torch.randn(1, 9, generator=seeded(1))
-    odds = sampling.cut(logits).softmax(-1)[0]
+    odds = sampling.filter(logits).softmax(-1)[0]
     noise = torch.empty(draws, 9)
-    generation._redraw(noise, seeded(2))
+    generation._draw_noise(noise, seeded(2))
     counts = sampling.choose(logits.expand(draws, -1), noise).flatten().bincount(minlength=9)
     assert bool((counts[odds == 0] == 0).all())
     assert 1 < int((odds > 0).sum()) < 5
@@ -168,7 +168,7 @@ def test_noise_can_not_bring_back_what_was_cut() -> None:
         assert sampling.choose(logits, noise).item() == 1
     noise = torch.zeros(4)
     noise.exponential_ = lambda generator: noise  # type: ignore[method-assign,assignment] # a draw of 0
-    generation._redraw(noise, None)
+    generation._draw_noise(noise, None)
     assert bool((noise > 0).all())
 
 
@@ -201,7 +201,7 @@ def first_of(row: list[int], stops: set[int]) -> int:
 @pytest.mark.parametrize("capacity", [None, "static"])
 def test_stop_tokens(capacity: str | None, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row keeps its stop token and repeats it; when all have said one, that was the last column."""
-    monkeypatch.setattr(generation, "_looks_every", lambda *_: every)
+    monkeypatch.setattr(generation, "_stop_check_interval", lambda *_: every)
     model, prompt = decoder("tra"), tokens(4, 3, seed=4)
     free = model.generate(prompt, 30, generator=seeded(3), **SAMPLED).tolist()  # type: ignore[arg-type]
     stops = {free[0][2], free[2][5]}
@@ -270,7 +270,7 @@ class Replayed:
 @pytest.mark.parametrize("sampled", [{}, SAMPLED])
 def test_a_replayed_step_is_a_step(sampled: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop around a CUDA graph, without one."""
-    captured, made = generation._captured, []
+    captured, made = generation._capture_step, []
 
     def capture(step: object, cache: StaticCache, token: Tensor) -> object:
         made.append(stand_in := Replayed(step, cache))
@@ -279,13 +279,13 @@ def test_a_replayed_step_is_a_step(sampled: dict[str, float], monkeypatch: pytes
         return captured(stand_in.step, cache, token)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(generation, "_aside", lambda step, token: step(token))
-    monkeypatch.setattr(generation, "_captured", capture)
+    monkeypatch.setattr(generation, "_run_on_side_stream", lambda step, token: step(token))
+    monkeypatch.setattr(generation, "_capture_step", capture)
     model, (ids, mask, _) = decoder("tra"), padded([6, 3], 6, "left")
     expected = model.generate(ids, 12, mask, generator=seeded(1), **sampled)
     cache = model.new_cache(18)
     assert isinstance(cache, StaticCache)
-    columns = generation._columns(
+    columns = generation._generate_columns(
         model, ids, 12, mask, Sampling(**sampled), seeded(1), None, VOCABULARY, cache, None, graph=True
     )
     assert torch.equal(torch.stack(list(columns), 1), expected)
@@ -318,9 +318,9 @@ def test_a_step_keeps_to_the_device(mechanism: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "autocast", lambda on, **k: nullcontext() if on == "meta" else autocast(on, **k))
     with torch.device("meta"):
         model = decoder(mechanism).float()
-        for block in model.blocks:
-            if hasattr(block.attention, "impl"):
-                block.attention.impl = "triton"
+        for block in model.layers:
+            if hasattr(block.self_attn, "impl"):
+                block.self_attn.impl = "triton"
         token, stops, noise = torch.zeros(2, 1, dtype=torch.long), torch.zeros(3), torch.ones(2, VOCABULARY)
     cache = model.new_cache(20)
     assert prefill(model, token.expand(-1, 5), None, cache).shape == (2, 32)
@@ -370,7 +370,7 @@ def test_bad_models_and_prompts() -> None:
     with pytest.raises(ValueError, match=r"not empty; got torch.int64 \(2, 0\)"):
         decoder("tra").generate(tokens(2, 6)[:, :0], 4)
     model = decoder("tra")
-    torch.nn.init.constant_(model.head.weight, torch.nan)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     with pytest.raises(ValueError, match="logits are NaN"):
         model.generate(tokens(1, 2), 3)
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "presets": "model tasks text config",
     "training": "ops attention model tasks text config runs",
     "evaluation": "ops attention model tasks text config runs training",
-    "report": "tasks runs",
+    "report": "tasks text runs",
     "suite": "attention model tasks text config presets runs training evaluation",
     "bench": "ops attention model generation tasks text config presets runs training",
     "hub": "ops attention model tasks text config runs training report",

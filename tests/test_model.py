@@ -42,31 +42,31 @@ def test_sizes(size: str, expected: tuple[int, int, int]) -> None:
 def test_initialisation_and_biases() -> None:
     torch.manual_seed(0)
     model = tra.Decoder(tra.DecoderConfig(500, gate_bias=3.0))
-    assert float(model.embedding.weight.detach().abs().max()) <= 0.01
-    assert abs(float(model.embedding.weight.detach().std()) - 0.01 / 3**0.5) < 1e-4
-    assert abs(float(model.head.weight.detach().std()) - 0.02) < 1e-3
-    assert model.head.bias is None
-    attention = model.blocks[0].attention
+    assert float(model.embed_tokens.weight.detach().abs().max()) <= 0.01
+    assert abs(float(model.embed_tokens.weight.detach().std()) - 0.01 / 3**0.5) < 1e-4
+    assert abs(float(model.lm_head.weight.detach().std()) - 0.02) < 1e-3
+    assert model.lm_head.bias is None
+    attention = model.layers[0].self_attn
     assert isinstance(attention, tra.ThresholdRelativeAttention)
-    assert attention.query.bias is attention.key.bias is attention.value.bias is None
-    assert attention.out.bias is not None
-    assert attention.gate.bias.tolist() == [3.0] * 4
+    assert attention.q_proj.bias is attention.k_proj.bias is attention.v_proj.bias is None
+    assert attention.o_proj.bias is not None
+    assert attention.gate.linear.bias.tolist() == [3.0] * 4
     normal = tra.Decoder(tra.DecoderConfig(500, embedding_init="normal"))
-    assert abs(float(normal.embedding.weight.detach().std()) - 0.02) < 1e-3
+    assert abs(float(normal.embed_tokens.weight.detach().std()) - 0.02) < 1e-3
 
 
 @pytest.mark.parametrize("block", ["pre", "authors"])
 def test_block_forms_by_hand(block: str) -> None:
     model = decoder("tra", block=block, n_layers=1)
-    x = model.embedding(tokens(1, 9))
-    layer = model.blocks[0]
-    normed = layer.attention_norm(x)
-    x = (normed if block == "authors" else x) + layer.attention(normed)
-    normed = layer.mlp_norm(x)
-    up = layer.mlp.up(normed)
+    x = model.embed_tokens(tokens(1, 9))
+    layer = model.layers[0]
+    normed = layer.input_layernorm(x)
+    x = (normed if block == "authors" else x) + layer.self_attn(normed)
+    normed = layer.post_attention_layernorm(x)
+    up = layer.mlp.up_proj(normed)
     hidden = up[..., :64] * F.silu(up[..., 64:])
-    x = (normed if block == "authors" else x) + layer.mlp.down(hidden)
-    torch.testing.assert_close(model(tokens(1, 9)), model.head(model.norm(x)))
+    x = (normed if block == "authors" else x) + layer.mlp.down_proj(hidden)
+    torch.testing.assert_close(model(tokens(1, 9)), model.lm_head(model.norm(x)))
 
 
 @MECHANISM
@@ -177,9 +177,9 @@ def test_dropout_acts_in_training_only(mechanism: str) -> None:
 def test_bfloat16_autocast_stays_near(mechanism: str) -> None:
     """A dozen roundings of 2^-9 in a row. Without a threshold, at which a rounded score may fall on the other side."""
     model, ids = decoder(mechanism).float(), tokens(2, 30)
-    for block in model.blocks:
-        if hasattr(block.attention, "threshold"):
-            block.attention.threshold = -torch.inf
+    for block in model.layers:
+        if hasattr(block.self_attn, "threshold"):
+            block.self_attn.threshold = -torch.inf
     exact = model(ids).detach()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         rough = model(ids)
@@ -209,9 +209,9 @@ def test_loss_counts_masked_positions_alone() -> None:
 
 def test_statistics_show_a_dead_head() -> None:
     model = decoder("tra")
-    attention = model.blocks[1].attention
+    attention = model.layers[1].self_attn
     with torch.no_grad():  # head 0 of layer 1: its queries point away from every key
-        attention.query.weight[:8] = -attention.key.weight[:8]
+        attention.q_proj.weight[:8] = -attention.k_proj.weight[:8]
     first, second = model.statistics(tokens(2, 30))
     assert first["kept"].shape == first["null"].shape == first["log_forget"].shape == (4,)
     own = 1 / 30

@@ -1,4 +1,4 @@
-"""How text goes on: prompts into a cache, the choice of a token, steps on the cache, on a GPU as a CUDA graph."""
+"""Generation: read prompts into a cache, choose tokens, and decode step by step, on a GPU as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention import Cache, StaticCache, ThresholdRelativeAttention
-from tra.attention.shared.base import check_masks
+from tra.attention.shared.inputs import check_masks
 from tra.ops.triton.forward import is_the_best_choice
 
 if TYPE_CHECKING:
     from tra.model import Decoder
 
-LOOK_EVERY = 16
-"""Tokens between two looks at whether a GPU's rows are finished: each look waits for the device."""
-WARM_UP = 2
-"""Steps before one is captured. They count: what they choose is text."""
-WORTH_A_GRAPH = 16
-"""New tokens below which capturing a step costs more than it saves."""
+STOP_CHECK_INTERVAL = 16
+"""Tokens between two checks whether all rows on a GPU are finished: each check waits for the device."""
+WARM_UP_STEPS = 2
+"""Steps before a step is captured as a graph. Their tokens are part of the text."""
+MIN_TOKENS_FOR_GRAPH = 16
+"""Number of new tokens below which capturing a step costs more than it saves."""
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -32,16 +32,16 @@ TINY = torch.finfo(torch.float32).tiny
 class Sampling:
     """How a token is chosen: the likeliest at temperature 0, otherwise drawn.
 
-    Logits are divided by the temperature, then cut to the `top_k`, then to the nucleus of what is left: the order of
+    Logits are divided by the temperature, then limited to the `top_k`, then to the nucleus of the rest, as in
     transformers.
     """
 
     temperature: float = 0.0
-    """Above 1 evens out, below 1 sharpens."""
+    """Above 1 makes probabilities more equal, below 1 less."""
     top_k: int | None = None
-    """Only so many of the likeliest tokens, and what is as likely as the last of them."""
+    """Only this many of the likeliest tokens, and those as likely as the last of them."""
     top_p: float | None = None
-    """Only the smallest set of tokens whose mass reaches it, and what is as likely as the last of them."""
+    """Only the smallest set of tokens whose probability reaches it, and those as likely as the last of them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -53,10 +53,11 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
+        """Whether tokens are drawn."""
         return self.temperature > 0
 
-    def cut(self, logits: Tensor) -> Tensor:
-        """What is drawn from: `[B, V]` -> the same in float32, the largest 0, -inf where a token is out."""
+    def filter(self, logits: Tensor) -> Tensor:
+        """Return the logits to draw from, `[B, V]` in float32: the largest is 0, excluded tokens are -inf."""
         logits = logits.float()
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, TINY)  # so nothing overflows
         if self.top_k is not None and self.top_k < logits.shape[-1]:
@@ -65,16 +66,19 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             ordered = logits.sort(descending=True).values
             mass = ordered.softmax(-1)
-            before = mass.cumsum(-1) - mass  # of all that is likelier: 0 for the first, which always stays
+            before = mass.cumsum(-1) - mass  # the mass of likelier tokens: 0 for the first, which always stays
             least = ordered.masked_fill(before >= self.top_p, torch.inf).amin(-1, keepdim=True)
             logits = logits.masked_fill(logits < least, -torch.inf)
         return logits
 
     def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """`[B, V]` -> `[B, 1]`. Logits plus Gumbel noise, -log of Exp(1) `noise`, are largest at a drawn token."""
+        """Return a token per row, `[B, V]` -> `[B, 1]`.
+
+        With `noise` from Exp(1) it is drawn, by the Gumbel-max trick.
+        """
         if noise is None:
             return logits.argmax(-1, keepdim=True)
-        return (self.cut(logits) - noise.log()).argmax(-1, keepdim=True)
+        return (self.filter(logits) - noise.log()).argmax(-1, keepdim=True)
 
 
 GREEDY = Sampling()
@@ -83,7 +87,7 @@ GREEDY = Sampling()
 def collect(
     columns: Iterator[Tensor], stop_tokens: Sequence[int] = (), stream: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Columns `[B]` as `[B, N]`, each shown to `stream`; up to the one in which the last row says a stop token."""
+    """Join columns `[B]` as `[B, N]`, up to the one in which all rows are finished; `stream` is called with each."""
     new: list[Tensor] = []
     stops: Tensor | None = None
     for column in columns:
@@ -93,9 +97,9 @@ def collect(
         if not stop_tokens:
             continue
         stops = _as_tensor(stop_tokens, column.device) if stops is None else stops
-        # A finished row says its stop token over and over, so the last column tells.
-        look = len(new) % _looks_every(column, stream is not None) == 0
-        if look and stops is not None and bool(_is_one_of(column, stops).all()):
+        # A finished row repeats its stop token, so the last column is enough.
+        check = len(new) % _stop_check_interval(column, stream is not None) == 0
+        if check and stops is not None and bool(_is_one_of(column, stops).all()):
             break
     text = torch.stack(new, dim=1)
     if stops is None:
@@ -118,9 +122,9 @@ def continuation(
     prefill_chunk: int | None = None,
     graph: bool | None = None,
 ) -> Iterator[Tensor]:
-    """The new tokens of `[B, T]` prompts, one column `[B]` after another, as they come.
+    """Yield the new tokens of prompts `[B, T]`, one column `[B]` after another, as they are generated.
 
-    Whoever has read enough stops asking. The arguments, which are checked at once, are those of `Decoder.generate`.
+    The arguments are those of `Decoder.generate`, and are checked before the first column is asked for.
     """
     symbols = model.config.vocab_size if vocabulary is None else vocabulary
     if max_new_tokens < 1:
@@ -144,18 +148,18 @@ def continuation(
             "new tokens"
         )
     cache = model.new_cache(needed if isinstance(capacity, str) else capacity)
-    could = tokens.is_cuda and isinstance(cache, StaticCache) and _stays_on_the_device(model, tokens.device)
-    if graph and not could:
+    can_capture = tokens.is_cuda and isinstance(cache, StaticCache) and _runs_without_host(model, tokens.device)
+    if graph and not can_capture:
         raise ValueError("graph=True needs a static cache (capacity='static') on a GPU that the kernels can use")
-    graph = could and max_new_tokens >= WORTH_A_GRAPH if graph is None else graph
+    graph = can_capture and max_new_tokens >= MIN_TOKENS_FOR_GRAPH if graph is None else graph
     stops = _as_tensor(stop_tokens, tokens.device)
-    return _columns(
+    return _generate_columns(
         model, tokens, max_new_tokens, key_mask, sampling, generator, stops, symbols, cache, prefill_chunk, graph
     )
 
 
 @torch.no_grad()
-def _columns(
+def _generate_columns(
     model: Decoder,
     tokens: Tensor,
     max_new_tokens: int,
@@ -174,30 +178,30 @@ def _columns(
         return sampling.choose(logits[:, :symbols], noise)
 
     def step(token: Tensor) -> Tensor:
-        """From a new token `[B, 1]` to the next, with the noise that is there: what a graph holds."""
+        """Return the next token of `token` `[B, 1]`, with the current noise. A graph captures this function."""
         nonlocal key_mask
         if key_mask is not None:
             key_mask = F.pad(key_mask, (0, 1), value=True)
         chosen = choose(model(token, key_mask, cache)[:, -1])
         return chosen if stops is None else torch.where(_is_one_of(token, stops), token, chosen)
 
-    _redraw(noise, generator)
-    logits = model.head(prefill(model, tokens, key_mask, cache, prefill_chunk))
+    _draw_noise(noise, generator)
+    logits = model.lm_head(prefill(model, tokens, key_mask, cache, prefill_chunk))
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits are NaN: there is no token to choose")
     token = choose(logits)
     if isinstance(cache, StaticCache):
-        key_mask = None  # it holds no padding
+        key_mask = None  # a static cache holds no padding
     yield token[:, 0]
     next_token: Callable[[Tensor], Tensor] = step
     for done in range(1, max_new_tokens):
-        _redraw(noise, generator)
-        if graph and done <= WARM_UP:
-            token = _aside(step, token)
+        _draw_noise(noise, generator)
+        if graph and done <= WARM_UP_STEPS:
+            token = _run_on_side_stream(step, token)
         else:
-            if graph and done == WARM_UP + 1:
+            if graph and done == WARM_UP_STEPS + 1:
                 assert isinstance(cache, StaticCache)
-                next_token = _captured(step, cache, token)
+                next_token = _capture_step(step, cache, token)
             token = next_token(token)
         yield token[:, 0]
 
@@ -213,7 +217,7 @@ def prefill(
     """Read prompts `[B, T]` into a cache, `chunk` tokens at a time.
 
     Returns:
-        `[B, d_model]`: what the head reads at each row's last real token, which right padding doesn't move.
+        `[B, d_model]`: the hidden state of each row's last real token, also if padding follows it.
     """
     batch, length = tokens.shape
     rows = torch.arange(batch, device=tokens.device)
@@ -223,16 +227,16 @@ def prefill(
     found: Tensor | None = None
     for start in range(0, length, chunk or length):
         end = min(start + (chunk or length), length)
-        read = model.hidden(tokens[:, start:end], None if key_mask is None else key_mask[:, :end], cache)
-        here = read[rows, (last - start).clamp(0, end - start - 1)]
-        found = here if found is None else torch.where((last >= start)[:, None], here, found)
+        hidden = model.hidden(tokens[:, start:end], None if key_mask is None else key_mask[:, :end], cache)
+        last_in_chunk = hidden[rows, (last - start).clamp(0, end - start - 1)]
+        found = last_in_chunk if found is None else torch.where((last >= start)[:, None], last_in_chunk, found)
     assert found is not None
     return found
 
 
-def _stays_on_the_device(model: Decoder, device: torch.device) -> bool:
-    """TRA's walk in PyTorch, which is all there is without the kernels, asks the device how far to go."""
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.head.weight.dtype
+def _runs_without_host(model: Decoder, device: torch.device) -> bool:
+    """Return whether a step never waits for the device. TRA in PyTorch, without the kernels, does."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.lm_head.weight.dtype
     return all(
         layer.impl == "triton" or (layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width))
         for layer in model.modules()
@@ -240,8 +244,8 @@ def _stays_on_the_device(model: Decoder, device: torch.device) -> bool:
     )
 
 
-def _aside(step: Callable[[Tensor], Tensor], token: Tensor) -> Tensor:
-    """A step on a stream of its own, as what comes before a capture should be."""
+def _run_on_side_stream(step: Callable[[Tensor], Tensor], token: Tensor) -> Tensor:
+    """Run a step on a stream of its own, as steps before a capture should be."""
     current, side = torch.cuda.current_stream(token.device), torch.cuda.Stream(token.device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -250,43 +254,43 @@ def _aside(step: Callable[[Tensor], Tensor], token: Tensor) -> Tensor:
     return token
 
 
-def _captured(step: Callable[[Tensor], Tensor], cache: StaticCache, token: Tensor) -> Callable[[Tensor], Tensor]:
-    """A step as a CUDA graph: one launch. All that it reads and writes stays where it is."""
-    given, graph, length = token.clone(), torch.cuda.CUDAGraph(), cache.length
+def _capture_step(step: Callable[[Tensor], Tensor], cache: StaticCache, token: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a step as a CUDA graph: one launch. The memory that it reads and writes is fixed."""
+    graph_input, graph, length = token.clone(), torch.cuda.CUDAGraph(), cache.length
     with torch.cuda.device(token.device), torch.cuda.graph(graph):
-        chosen = step(given)
-    cache.length = length  # written down, not done
+        chosen = step(graph_input)
+    cache.length = length  # capturing a step doesn't run it
 
     def replay(token: Tensor) -> Tensor:
-        given.copy_(token)
+        graph_input.copy_(token)
         graph.replay()
-        cache.length += 1  # the graph knows of the device alone
+        cache.length += 1  # the graph only changes the device
         return chosen.clone()
 
     return replay
 
 
-def _redraw(noise: Tensor | None, generator: torch.Generator | None) -> None:
-    """In place, and outside of graphs: draws come from the generator as they do without one."""
+def _draw_noise(noise: Tensor | None, generator: torch.Generator | None) -> None:
+    """Fill `noise` in place. Outside of graphs, so that the generator gives the same draws as without one."""
     if noise is not None:
-        noise.exponential_(generator=generator).clamp_(min=TINY)  # log of 0 would undo a -inf
+        noise.exponential_(generator=generator).clamp_(min=TINY)  # log(0) would cancel a -inf
 
 
 def _checked_mask(tokens: Tensor, key_mask: Tensor | None) -> Tensor | None:
-    """The mask, or None where it hides nothing: then kernels needn't look at it."""
+    """Return the mask, or None if it hides no token, which kernels take faster."""
     check_masks(tokens, key_mask, 0, None)
     if key_mask is None or bool(key_mask.all()):
         return None
-    some = key_mask.any(-1)
-    if not bool(some.all()):
-        empty = int(some.int().argmin())
+    has_tokens = key_mask.any(-1)
+    if not bool(has_tokens.all()):
+        empty = int(has_tokens.int().argmin())
         raise ValueError(f"a prompt has at least one token, but row {empty} of key_mask is all False")
     return key_mask
 
 
-def _looks_every(column: Tensor, streaming: bool) -> int:
-    """Who streams waits for the device anyway, and must not be told what comes after the end."""
-    return LOOK_EVERY if column.is_cuda and not streaming else 1
+def _stop_check_interval(column: Tensor, streaming: bool) -> int:
+    """Return 1 when streaming: that waits for the device anyway, and must not go on after the end."""
+    return STOP_CHECK_INTERVAL if column.is_cuda and not streaming else 1
 
 
 def _as_tensor(stop_tokens: Sequence[int], device: torch.device) -> Tensor | None:

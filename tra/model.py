@@ -1,10 +1,11 @@
-"""The decoder: one implementation for training, decoding and export, whatever the mechanism."""
+"""The decoder: one implementation of training, decoding and export for every mechanism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,39 @@ from torch import Tensor, nn
 
 from tra import unknown_name
 from tra.attention import MECHANISMS, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
-from tra.attention.shared.base import check_masks
 from tra.attention.shared.cache import StaticLayerCache
-from tra.attention.shared.positions import places
+from tra.attention.shared.inputs import check_masks
+from tra.attention.shared.positions import positions
 from tra.generation import Sampling, collect, continuation
+
+RENAMED_PARAMETERS = {
+    r"\bembedding\.weight": "embed_tokens.weight",
+    r"\bhead\.weight": "lm_head.weight",
+    r"\bblocks\.": "layers.",
+    r"\battention_norm\.": "input_layernorm.",
+    r"\bmlp_norm\.": "post_attention_layernorm.",
+    r"\bmlp\.up\.": "mlp.up_proj.",
+    r"\bmlp\.down\.": "mlp.down_proj.",
+    r"\battention\.query\.": "self_attn.q_proj.",
+    r"\battention\.key\.": "self_attn.k_proj.",
+    r"\battention\.value\.": "self_attn.v_proj.",
+    r"\battention\.out\.": "self_attn.o_proj.",
+    r"\battention\.gate\.": "self_attn.gate.linear.",
+    r"\battention\.": "self_attn.",
+}
+"""Former names of parameters, as patterns applied in this order, and their names now."""
+
+T = TypeVar("T")
+
+
+def rename_parameters(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return tensors with former names of parameters replaced, whatever prefix the names have."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for former, now in RENAMED_PARAMETERS.items():
+            name = re.sub(former, now, name)
+        renamed[name] = tensor
+    return renamed
 
 
 @dataclass(frozen=True)
@@ -23,7 +53,7 @@ class DecoderConfig:
     """Everything that shapes a decoder."""
 
     vocab_size: int
-    """Symbols it reads and writes."""
+    """Number of symbols it reads and writes."""
     d_model: int = 256
     """Width of the residual stream."""
     n_layers: int = 4
@@ -39,17 +69,19 @@ class DecoderConfig:
     qk_norm: bool | None = None
     """Normalise queries and keys; None is the mechanism's published choice."""
     rotary: bool | None = None
-    """Rotate queries and keys by their place; None is the mechanism's published choice."""
+    """Rotate queries and keys by their position; None is the mechanism's published choice."""
     dropout: float = 0.0
     """Rate on the attention weights and on the MLP's hidden representation."""
     embedding_init: Literal["uniform", "normal"] = "uniform"
     """"uniform" is the authors' U(-0.01, 0.01), "normal" N(0, 0.02); sinusoidal has N(0, 1/√d_model), as published."""
     gate_bias: float = 0.0
-    """Initial bias of the forget gate, where there is one: at 0 TRA at width 64 forgets after some 37 kept keys."""
+    """Initial bias of the forget gate, if any: at 0, TRA of width 64 forgets after some 37 kept keys."""
     rope_theta: float = 500_000.0
     """Base of the rotation's wavelengths."""
     cope_positions: int = 64
     """Positions that cope has embeddings for (npos_max)."""
+    fuse_projections: bool = True
+    """Multiply by the weights of projections in training where that is faster, see `Attention`. False for adapters."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
@@ -64,17 +96,17 @@ class DecoderConfig:
 
     @classmethod
     def tiny(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
-        """2 layers, 2 heads, width 128 (Turc et al. 2019)."""
+        """Return a config of 2 layers, 2 heads, width 128 (Turc et al. 2019)."""
         return cls(**{"vocab_size": vocab_size, "n_layers": 2, "n_heads": 2, "d_model": 128} | changes)
 
     @classmethod
     def mini(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
-        """4 layers, 4 heads, width 256."""
+        """Return a config of 4 layers, 4 heads, width 256."""
         return cls(**{"vocab_size": vocab_size, "n_layers": 4, "n_heads": 4, "d_model": 256} | changes)
 
     @classmethod
     def medium(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
-        """8 layers, 8 heads, width 512."""
+        """Return a config of 8 layers, 8 heads, width 512."""
         return cls(**{"vocab_size": vocab_size, "n_layers": 8, "n_heads": 8, "d_model": 512} | changes)
 
 
@@ -83,25 +115,25 @@ class MLP(nn.Module):
 
     def __init__(self, d_model: int, dropout: float) -> None:
         super().__init__()
-        self.up = nn.Linear(d_model, 4 * d_model)
-        self.down = nn.Linear(2 * d_model, d_model)
+        self.up_proj = nn.Linear(d_model, 4 * d_model)
+        self.down_proj = nn.Linear(2 * d_model, d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        linear, gate = self.up(x).chunk(2, dim=-1)
-        return self.down(self.dropout(linear * F.silu(gate)))
+        linear, gate = self.up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.dropout(linear * F.silu(gate)))
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with its norm, around one of two residual streams. An LSTM takes the place of both."""
+    """Attention, then MLP, each with its norm, around one of two residual streams. An LSTM replaces both."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.kind = config.block
+        self.normed_residual = config.block == "authors"
         mechanism: Any = MECHANISMS[config.mechanism]
-        own = {name: layer if name == "layer" else getattr(config, name) for name in mechanism.config_fields}
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-6)
-        self.attention = mechanism(
+        own_options = {name: layer if name == "layer" else getattr(config, name) for name in mechanism.config_fields}
+        self.input_layernorm = nn.RMSNorm(config.d_model, eps=1e-6)
+        self.self_attn = mechanism(
             config.d_model,
             config.n_heads,
             config.n_kv_heads,
@@ -109,11 +141,12 @@ class Block(nn.Module):
             rotary=config.rotary,
             rope_theta=config.rope_theta,
             dropout=config.dropout,
-            **own,
+            fuse_projections=config.fuse_projections,
+            **own_options,
         )
         self.has_mlp = not mechanism.replaces_mlp
         if self.has_mlp:
-            self.mlp_norm = nn.RMSNorm(config.d_model, eps=1e-6)
+            self.post_attention_layernorm = nn.RMSNorm(config.d_model, eps=1e-6)
             self.mlp = MLP(config.d_model, config.dropout)
 
     def forward(
@@ -123,33 +156,33 @@ class Block(nn.Module):
         cache: LayerCache | StaticLayerCache | None,
         document_ids: Tensor | None,
     ) -> Tensor:
-        normed = self.attention_norm(x)
-        residual = normed if self.kind == "authors" else x
-        x = residual + self.attention(normed, key_mask, cache, document_ids)
+        normed = self.input_layernorm(x)
+        residual = normed if self.normed_residual else x
+        x = residual + self.self_attn(normed, key_mask, cache, document_ids)
         if not self.has_mlp:
             return x
-        normed = self.mlp_norm(x)
-        residual = normed if self.kind == "authors" else x
+        normed = self.post_attention_layernorm(x)
+        residual = normed if self.normed_residual else x
         return residual + self.mlp(normed)
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. The head is untied, without bias; `sinusoidal` alone marks its input."""
+    """A decoder-only language model. Its head is not tied to its embeddings and has no bias."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.n_layers)])
         self.norm = nn.RMSNorm(config.d_model, eps=1e-6)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if MECHANISMS[config.mechanism].marks_input:  # as published, since it is multiplied by √d_model
-            nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
+            nn.init.normal_(self.embed_tokens.weight, std=config.d_model**-0.5)
         elif config.embedding_init == "uniform":
-            nn.init.uniform_(self.embedding.weight, -0.01, 0.01)
+            nn.init.uniform_(self.embed_tokens.weight, -0.01, 0.01)
         else:
-            nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.head.weight, std=0.02)
+            nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
 
     def forward(
         self,
@@ -158,8 +191,8 @@ class Decoder(nn.Module):
         cache: Cache | StaticCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
-        return self.head(self.hidden(tokens, key_mask, cache, document_ids))
+        """Return logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
+        return self.lm_head(self.hidden(tokens, key_mask, cache, document_ids))
 
     def hidden(
         self,
@@ -168,46 +201,19 @@ class Decoder(nn.Module):
         cache: Cache | StaticCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads, `[B, T]` -> `[B, T, d_model]`.
+        """Return hidden states after the last norm, which the head reads: `[B, T]` -> `[B, T, d_model]`.
 
         Args:
             tokens: `[B, T]` integer ids.
             key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
-            cache: From `new_cache`; takes the new tokens, however many.
-            document_ids: `[B, T]`: documents packed into one row, which don't see each other.
+            cache: From `new_cache`; the new tokens, any number of them, are added.
+            document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
         """
-        self._check(tokens)
-        return self.through(self.embedding(tokens), key_mask, cache, document_ids)
-
-    def through(
-        self,
-        x: Tensor,
-        key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | None = None,
-        document_ids: Tensor | None = None,
-        each: Callable[..., Tensor] = lambda block, *inputs: block(*inputs),
-    ) -> Tensor:
-        """From embeddings `[B, T, d_model]` to what the head reads.
-
-        Args:
-            each: Calls a block with its inputs: whoever wants to checkpoint blocks, or look at what they say, can.
-
-        The other arguments are those of `hidden`.
-        """
-        past = 0 if cache is None else cache.length
-        check_masks(x, key_mask, past, document_ids)
-        if cache is not None:
-            x, key_mask = cache.begin(x, key_mask)
-        mechanism = MECHANISMS[self.config.mechanism]
-        if mechanism.marks_input:
-            place = places(x, key_mask, past, document_ids) if cache is None else cache.layers[0].places(x, key_mask)
-            x = mechanism.mark_input(x, place)
-        for index, block in enumerate(self.blocks):
-            x = each(block, x, key_mask, None if cache is None else cache.layers[index], document_ids)
-        return self.norm(x if cache is None else cache.end(x))
+        check_tokens(tokens, self.config.vocab_size)
+        return run_layers(self.embed_tokens(tokens), self.layers, self.norm, key_mask, cache, document_ids)
 
     def new_cache(self, capacity: int | None = None) -> Cache | StaticCache:
-        """An empty KV cache: growing, or static with room for `capacity` tokens."""
+        """Return an empty KV cache: growing, or static with room for `capacity` tokens."""
         if capacity is None:
             return Cache(self.config.n_layers)
         if not MECHANISMS[self.config.mechanism].takes_key_lengths:
@@ -231,26 +237,25 @@ class Decoder(nn.Module):
         graph: bool | None = None,
         stream: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Continue `[B, T]` prompts -> `[B, max_new_tokens]`, or fewer columns where all rows say a stop token before.
+        """Continue prompts `[B, T]` -> `[B, max_new_tokens]`, or fewer columns if all rows reach a stop token before.
 
         Args:
-            key_mask: `[B, T]` bool, False at padding, which may stand anywhere: rows go on as they would alone.
-            temperature: 0 takes the likeliest token; otherwise logits are divided by it, then cut by `top_k`, then by
-                `top_p`, and a token is drawn from what is left.
+            key_mask: `[B, T]` bool, False at padding, which may stand anywhere and changes no result.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it and limited by `top_k`, then
+                by `top_p`, and a token is drawn from the rest.
             generator: Source of randomness, on the device of the tokens.
             top_k: Draw from the k likeliest tokens.
             top_p: Draw from the smallest set of tokens whose mass reaches it; at least one.
-            stop_tokens: A row that has said one of them is finished; it keeps the token, which also fills its later
-                places. When all rows are finished, generation ends.
-            vocabulary: Ids below it can be said; all by default. For a head that is wider than its vocabulary.
-            capacity: Room of a static cache, in tokens of the prompt (padding included) and new ones; "static" is as
-                much as they need. By default the cache grows.
-            prefill_chunk: Prompts are read so many tokens at a time, so that a long one takes little memory; whole by
-                default.
-            graph: Decode with a CUDA graph, which takes a static cache; by default where that is possible and pays.
-            stream: Is given each new column `[B]` as it comes, on the device of the tokens.
+            stop_tokens: A row that generates one of them is finished, and repeats it to its end. Generation ends when
+                all rows are finished.
+            vocabulary: Only ids below it are generated; all by default. For a head that is wider than its vocabulary.
+            capacity: Size of a static cache, in tokens of the prompt (padding included) and new ones; "static" is as
+                many as needed. By default the cache grows.
+            prefill_chunk: Number of tokens of the prompts that are read at a time, to save memory; all by default.
+            graph: Decode with a CUDA graph, which needs a static cache; by default where possible and faster.
+            stream: Called with each new column `[B]`, on the device of the tokens.
         """
-        self._check(tokens)
+        check_tokens(tokens, self.config.vocab_size)
         columns = continuation(
             self,
             tokens,
@@ -268,21 +273,20 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
-        """Per TRA layer: kept fraction, rate of null rows and mean δ, each `[H]`. Empty for other mechanisms."""
+        """Return per TRA layer the kept fraction, rate of null rows and mean δ, each `[H]`; nothing for others."""
         if not issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
             return []
         return [layer.statistics(x) for layer, x in self.attention_inputs(tokens)]
 
     @torch.no_grad()
     def attention_inputs(self, tokens: Tensor) -> list[tuple[Any, Tensor]]:
-        """Every layer's mechanism with the input it gets, `[B, T, d_model]`."""
+        """Return every layer's mechanism with its input, `[B, T, d_model]`."""
         found: list[tuple[Any, Tensor]] = []
 
-        def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found.append((layer, inputs[0]))
+        def record(mechanism: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found.append((mechanism, inputs[0]))
 
-        layers = [block.get_submodule("attention") for block in self.blocks]
-        hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+        hooks = [block.get_submodule("self_attn").register_forward_pre_hook(record) for block in self.layers]
         try:
             self.hidden(tokens)
         finally:
@@ -290,12 +294,48 @@ class Decoder(nn.Module):
                 hook.remove()
         return found
 
-    def _check(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64) or tokens.numel() == 0:
-            raise ValueError(
-                f"tokens must be ids [B, T] of int64 or int32, not empty; got {tokens.dtype} {tuple(tokens.shape)}"
-            )
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            lowest, highest = int(tokens.min()), int(tokens.max())
-            if lowest < 0 or highest >= self.config.vocab_size:
-                raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {lowest}..{highest}")
+
+def run_layers(
+    x: Tensor,
+    layers: Iterable[nn.Module],
+    norm: nn.Module,
+    key_mask: Tensor | None = None,
+    cache: Any = None,
+    document_ids: Tensor | None = None,
+    call_layer: Callable[..., Tensor] = lambda layer, *inputs: layer(*inputs),
+) -> Tensor:
+    """Return hidden states of embeddings x `[B, T, d_model]`, after all layers and the last norm.
+
+    Args:
+        layers: Each a `Block`.
+        cache: A `Cache`, or an object with its methods.
+        call_layer: Calls a layer with its inputs; for checkpointing, or to record inputs.
+
+    The other arguments are those of `Decoder.hidden`.
+    """
+    layers = list(layers)
+    past = 0 if cache is None else cache.length
+    check_masks(x, key_mask, past, document_ids)
+    if cache is not None:
+        x, key_mask = cache.begin(x, key_mask)
+    mechanism: Any = layers[0].self_attn
+    if mechanism.marks_input:
+        if cache is None:
+            x = mechanism.mark_input(x, positions(x, key_mask, past, document_ids))
+        else:
+            x = mechanism.mark_input(x, cache.layers[0].positions(x, key_mask))
+    for index, layer in enumerate(layers):
+        x = call_layer(layer, x, key_mask, None if cache is None else cache.layers[index], document_ids)
+    return norm(x if cache is None else cache.end(x))
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raise a ValueError if tokens are not ids `[B, T]`. Their values are checked on a CPU, where that is cheap."""
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64) or tokens.numel() == 0:
+        raise ValueError(
+            f"tokens must be ids [B, T] of int64 or int32, not empty; got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(f"token ids must lie in 0..{vocab_size - 1}, got {lowest}..{highest}")

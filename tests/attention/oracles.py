@@ -41,7 +41,7 @@ def projected(read: Read, *, normed: bool = False, rotated: bool = False) -> Ora
     def oracle(layer: Any, x: Tensor) -> Tensor:
         query, key, value = (
             (x @ part.weight.T).unflatten(-1, (-1, layer.head_width)).transpose(1, 2)
-            for part in (layer.query, layer.key, layer.value)
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
         if normed:
             query, key = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in (query, key))
@@ -49,7 +49,7 @@ def projected(read: Read, *, normed: bool = False, rotated: bool = False) -> Ora
             query, key = apply_rotary_pos_emb(query, key, *rotation(x, layer.head_width))
         key, value = (torch.repeat_interleave(y, query.shape[1] // y.shape[1], dim=1) for y in (key, value))
         read_by_heads = read(layer, x, query, key, value)
-        return read_by_heads.transpose(1, 2).flatten(2) @ layer.out.weight.T + layer.out.bias
+        return read_by_heads.transpose(1, 2).flatten(2) @ layer.o_proj.weight.T + layer.o_proj.bias
 
     return oracle
 
@@ -71,10 +71,10 @@ def plain(layer: Any, x: Tensor) -> Tensor:
     width, length = x.shape[-1], x.shape[1]
     module = nn.MultiheadAttention(width, layer.n_heads, batch_first=True, dtype=x.dtype)
     weights = {
-        "in_proj_weight": torch.cat([layer.query.weight, layer.key.weight, layer.value.weight]),
+        "in_proj_weight": torch.cat([layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]),
         "in_proj_bias": x.new_zeros(3 * width),
-        "out_proj.weight": layer.out.weight,
-        "out_proj.bias": layer.out.bias,
+        "out_proj.weight": layer.o_proj.weight,
+        "out_proj.bias": layer.o_proj.bias,
     }
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     out, _ = functional_call(module, weights, (x, x, x), {"attn_mask": future})
@@ -99,7 +99,7 @@ def cope(layer: Any, x: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Te
 
 def log_forget(layer: Any, x: Tensor) -> Tensor:
     """`[B, T, H]`."""
-    return (x @ layer.gate.weight.T + layer.gate.bias).sigmoid().log()
+    return (x @ layer.gate.linear.weight.T + layer.gate.linear.bias).sigmoid().log()
 
 
 def forgetting(layer: Any, x: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -139,12 +139,12 @@ def differential(layer: Any, x: Tensor) -> Tensor:
     config._attn_implementation = "eager"
     module = DiffLlamaAttention(config, layer_idx=3)
     pairs = layer.n_heads // 2
-    weights: dict[str, Tensor] = {"o_proj.bias": layer.out.bias}
-    for name, part in (("q_proj", layer.query), ("k_proj", layer.key), ("v_proj", layer.value)):
+    weights: dict[str, Tensor] = {"o_proj.bias": layer.o_proj.bias}
+    for name, part in (("q_proj", layer.q_proj), ("k_proj", layer.k_proj), ("v_proj", layer.v_proj)):
         by_head = part.weight.unflatten(0, (-1, layer.head_width))
         weights[f"{name}.weight"] = torch.cat([by_head[::2], by_head[1::2]]).flatten(0, 1)
         weights[f"{name}.bias"] = x.new_zeros(len(part.weight))
-    weights["o_proj.weight"] = layer.out.weight * layer.norm.weight.repeat(pairs)
+    weights["o_proj.weight"] = layer.o_proj.weight * layer.norm.weight.repeat(pairs)
     names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
     weights |= dict(zip(names, layer.lambdas, strict=True))
     future = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
@@ -207,7 +207,7 @@ def lstm(layer: Any, x: Tensor) -> Tensor:
         cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
         hidden = leave.sigmoid() * cell.tanh()
         read.append(hidden)
-    return torch.stack(read, 1) @ layer.out.weight.T + layer.out.bias
+    return torch.stack(read, 1) @ layer.o_proj.weight.T + layer.o_proj.bias
 
 
 UNROTATED = {"rotary": False}

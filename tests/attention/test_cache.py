@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tra
 from tra.attention import MECHANISMS, StaticCache
+from tra.model import run_layers
 
 STATIC = [name for name, mechanism in MECHANISMS.items() if mechanism.takes_key_lengths]
 MECHANISM = pytest.mark.parametrize("mechanism", STATIC)
@@ -21,7 +22,7 @@ def decoder(mechanism: str, **changes: object) -> tra.Decoder:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2} | changes
     model = tra.Decoder(tra.DecoderConfig(VOCABULARY, mechanism=mechanism, **sizes)).double().eval()
-    torch.nn.init.normal_(model.embedding.weight)  # scores large enough to matter
+    torch.nn.init.normal_(model.embed_tokens.weight)  # scores large enough to matter
     return model
 
 
@@ -72,11 +73,11 @@ def test_padding_changes_nothing(mechanism: str, side: str, chunks: list[int]) -
     model = decoder(mechanism)
     ids, mask, prompts = padded([12, 7, 3], 12, side)
     alone = [model(prompt)[0] for prompt in prompts]
-    embedded = model.embedding(ids).masked_fill(~mask[..., None], torch.nan)
+    embedded = model.embed_tokens(ids).masked_fill(~mask[..., None], torch.nan)
     cache, read, end = model.new_cache(capacity=12), [], 0
     for piece in embedded.split(chunks, dim=1):
         end += piece.shape[1]
-        read.append(model.head(model.through(piece, mask[:, :end], cache)))
+        read.append(model.lm_head(run_layers(piece, model.layers, model.norm, mask[:, :end], cache)))
     for row, expected in enumerate(alone):
         torch.testing.assert_close(torch.cat(read, 1)[row, mask[row]], expected, **EXACT)
 
@@ -106,19 +107,19 @@ def test_buffers_stay_where_they_are() -> None:
     assert cache.lengths is not None
     (layer, *_), lengths = cache.layers, cache.lengths
     assert layer._buffers is not None
-    places, seen = [buffer.data_ptr() for buffer in layer._buffers], set()
-    take = layer.take
+    addresses, seen = [buffer.data_ptr() for buffer in layer._buffers], set()
+    add = layer.add
 
-    def look(*given: Tensor) -> object:
-        held = take(*given)
-        seen.add((held.key.shape, held.key.data_ptr()))
-        return held
+    def record(*inputs: Tensor) -> object:
+        view = add(*inputs)
+        seen.add((view.key.shape, view.key.data_ptr()))
+        return view
 
-    layer.take = look  # type: ignore[method-assign,assignment]
+    layer.add = record  # type: ignore[method-assign,assignment]
     for token in ids[:, 5:].split(1, dim=1):
         model(token, cache=cache)
     assert len(seen) == 1
-    assert [buffer.data_ptr() for buffer in layer._buffers] == places
+    assert [buffer.data_ptr() for buffer in layer._buffers] == addresses
     assert cache.lengths is lengths
     assert lengths.tolist() == [8, 8]
     for buffer in layer._buffers:

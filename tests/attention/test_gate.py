@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention.shared import forget_gate as _gate
-from tra.attention.shared.forget_gate import FEW_HEADS, ForgetGate, log_gate_by_sums, sums_are_best
+from tra.attention.shared.forget_gate import MAX_HEADS_FOR_SUMS, ForgetGate, log_gate_by_sums, sums_are_best
 
 NAMES = ("gate", "x", "weight", "bias")
 
@@ -56,7 +56,7 @@ def test_gradients_by_differences() -> None:
 def test_the_layer_takes_them(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled as one graph, and in float32 also under autocast, of the x that it gives to a layer."""
     torch.manual_seed(0)
-    layer, (x, _, _) = ForgetGate(48, 4, 0.5), given()
+    layer, (x, _, _) = ForgetGate(48, 4, 0.5, fused=True), given()
     expected = layer(x.to(torch.bfloat16) if enabled else x)
     taken = []
 
@@ -94,7 +94,7 @@ def test_the_precision_of_its_gradients(
     found = []
     monkeypatch.setattr(_gate, "sums_are_best", lambda *_: True)
     monkeypatch.setattr(_gate, "log_gate_by_sums", lambda *given: found.append(given[3]))
-    layer, x = ForgetGate(8, 2, 0.0).to(dtype), torch.zeros(1, 2, 8, dtype=dtype)
+    layer, x = ForgetGate(8, 2, 0.0, fused=True).to(dtype), torch.zeros(1, 2, 8, dtype=dtype)
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         layer(x)
     assert found == [expected]
@@ -114,7 +114,7 @@ def test_where_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not sums_are_best(x, 4)
     on_gpu = type("OnGpu", (), {"is_cuda": True})()
-    assert sums_are_best(on_gpu, FEW_HEADS)
-    assert not sums_are_best(on_gpu, FEW_HEADS + 1)
+    assert sums_are_best(on_gpu, MAX_HEADS_FOR_SUMS)
+    assert not sums_are_best(on_gpu, MAX_HEADS_FOR_SUMS + 1)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     assert not sums_are_best(on_gpu, 4)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tra
 from tra.attention import MECHANISMS
-from tra.attention.shared.base import Given
+from tra.attention.shared.inputs import AttentionInputs
 from tra.training.loss import masked_cross_entropy
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def decoder(mechanism: str) -> tra.Decoder:
     model = tra.Decoder(tra.DecoderConfig(50, d_model=128, n_layers=2, n_heads=4, mechanism=mechanism))
     with torch.no_grad():  # scores large enough to matter
         for name, weight in model.named_parameters():
-            if "query" in name or "key" in name or name == "embedding.weight":
+            if "q_proj" in name or "k_proj" in name or name == "embed_tokens.weight":
                 weight.mul_(3)
     return model.cuda()
 
@@ -52,7 +52,7 @@ def by_layer(results: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     joined: dict[str, list[Tensor]] = {}
     for name, value in results.items():
-        layer = name.removesuffix(".bias").removesuffix(".weight").replace("attention.strength", "attention.query")
+        layer = name.removesuffix(".bias").removesuffix(".weight").replace("self_attn.strength", "self_attn.q_proj")
         joined.setdefault(layer, []).append(value.flatten())
     return {name: torch.cat(values) for name, values in joined.items()}
 
@@ -93,16 +93,16 @@ def test_compiled_in_half_precision(mechanism: str, monkeypatch: pytest.MonkeyPa
     Without a threshold, at which a rounded score may fall on the other side.
     """
     model, ids = decoder(mechanism), tokens()
-    for block in model.blocks:
-        if hasattr(block.attention, "threshold"):
-            block.attention.threshold = -torch.inf
+    for block in model.layers:
+        if hasattr(block.self_attn, "threshold"):
+            block.self_attn.threshold = -torch.inf
     judge, compiled = outcome(model, ids), outcome(model, ids, half=True, compiled=True)
-    exact_scores = tra.attention.shared.base.scores
+    exact_scores = tra.attention.scores
 
-    def rounded_scores(given: Given, rows: Tensor) -> Tensor:
+    def rounded_scores(given: AttentionInputs, rows: Tensor) -> Tensor:
         found = exact_scores(given, rows)
         return found + (found.to(torch.bfloat16) - found).detach()
 
-    for module in ("_base", "cope", "stickbreaking", "tra_plain_distance"):
+    for module in ("shared.base", "cope", "stickbreaking", "tra_plain_distance"):
         monkeypatch.setattr(f"tra.attention.{module}.scores", rounded_scores)
     assert_compiled_is_as_good(judge, outcome(model, ids, half=True), compiled)

@@ -18,10 +18,10 @@ import tra
 from tests.attention.oracles import CASES
 from tra.attention import MECHANISMS, LayerCache
 from tra.attention.entmax import entmax15
-from tra.attention.shared.base import Given
-from tra.attention.shared.bias_columns import biased_softmax_attention, split
+from tra.attention.shared.bias_columns import biased_softmax_attention, split_bits
 from tra.attention.shared.flex import flex_softmax_attention
-from tra.attention.shared.row_blocks import rows_at_once
+from tra.attention.shared.inputs import AttentionInputs
+from tra.attention.shared.row_blocks import max_rows_at_once
 
 LENGTH = 23
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -68,7 +68,7 @@ def test_every_rival_equals_its_oracle(name: str) -> None:
     """Outputs, and gradients for the input and every parameter."""
     case = CASES[name]
     layer = built(case.mechanism, case.dtype, **case.options)
-    x = random_input(case.dtype, layer.out.out_features)
+    x = random_input(case.dtype, layer.o_proj.out_features)
     ours, theirs = (with_gradients(out, x, layer) for out in (layer(x), case.oracle(layer, x)))
     assert_all_close(ours, theirs, **(ROUNDED if case.rounds or case.dtype == torch.float32 else EXACT))
 
@@ -96,11 +96,11 @@ def test_sinusoidal_decoder_is_plain_attention_over_marked_embeddings() -> None:
     for mechanism in ("sinusoidal", "nope"):
         torch.manual_seed(0)
         model = tra.Decoder(tra.DecoderConfig(11, d_model=32, n_layers=2, mechanism=mechanism)).double()
-        nn.init.normal_(model.embedding.weight, generator=torch.Generator().manual_seed(0))
+        nn.init.normal_(model.embed_tokens.weight, generator=torch.Generator().manual_seed(0))
         if mechanism == "nope":
             table = published_sinusoids(LENGTH, 32)
-            model.embedding.register_forward_hook(lambda _module, _ids, x, table=table: x * math.sqrt(32) + table)
-        outcomes.append(with_gradients(model(ids), model.embedding.weight, model))
+            model.embed_tokens.register_forward_hook(lambda _module, _ids, x, table=table: x * math.sqrt(32) + table)
+        outcomes.append(with_gradients(model(ids), model.embed_tokens.weight, model))
     assert_all_close(*outcomes, **ROUNDED)
 
 
@@ -142,7 +142,7 @@ def test_scalable_softmax_by_hand() -> None:
     nn.init.constant_(layer.strength, 0.5)
     x = torch.tensor([1.0, 2.0, 0.0, 3.0]).double()[None, :, None]
     value = torch.tensor([1.0, 10.0, 100.0, 1000.0]).double()[None, None, :, None]
-    given = Given(x, torch.ones_like(value), x[:, None], value, None, None, None)
+    given = AttentionInputs(x, torch.ones_like(value), x[:, None], value, None, None, None)
     weights = layer.weigh(layer.logits(given, torch.tensor([3])))[0, 0, 0]
     torch.testing.assert_close(weights, torch.tensor([2.0, 4.0, 1.0, 8.0]).double() / 15)
     torch.testing.assert_close(layer.attend(given)[0, 0, 3], torch.tensor([8142 / 15]).double())
@@ -162,11 +162,11 @@ WORKED = {
 def test_ablations_by_hand(mechanism: str) -> None:
     layer: Any = MECHANISMS[mechanism](1, 1, qk_norm=False).double()
     if hasattr(layer, "gate"):
-        nn.init.zeros_(layer.gate.weight)
-        nn.init.constant_(layer.gate.bias, -math.log(math.e - 1))  # log σ of it is -1
+        nn.init.zeros_(layer.gate.linear.weight)
+        nn.init.constant_(layer.gate.linear.bias, -math.log(math.e - 1))  # log σ of it is -1
     x = torch.tensor([2.0, -1.0, 0.0, 3.0]).double()[None, :, None]
     value = torch.tensor([1.0, 10.0, 100.0, 1000.0]).double()[None, None, :, None]
-    given = Given(x, torch.ones_like(value), x[:, None], value, None, None, None)
+    given = AttentionInputs(x, torch.ones_like(value), x[:, None], value, None, None, None)
     logits, weights = (torch.tensor(numbers).double() for numbers in WORKED[mechanism])
     found = layer.logits(given, torch.tensor([3]))
     torch.testing.assert_close(found[0, 0, 0], logits)
@@ -179,7 +179,7 @@ def test_ablations_by_hand(mechanism: str) -> None:
 def test_the_map_is_what_the_layer_does(mechanism: str, rows: list[int] | None) -> None:
     layer, x = built(mechanism, n_kv_heads=2), random_input().detach()
     weights = layer.attention_map(x, rows=None if rows is None else torch.tensor(rows)).weights
-    given = layer.given(x)
+    given = layer.prepare_inputs(x)
     value = given.value
     if mechanism == "differential":  # two heads' values side by side
         value = torch.cat([value[:, ::2], value[:, 1::2]], dim=-1)
@@ -209,8 +209,8 @@ def test_blocks_of_rows_change_nothing(mechanism: str, monkeypatch: pytest.Monke
     """A long input is read a few rows at a time; here 5 of 23, so that the last block is shorter."""
     layer, x, rows = built(mechanism), random_input(), torch.tensor(ROWS)
     whole, whole_map = with_gradients(layer(x), x, layer), layer.attention_map(x, rows=rows)
-    monkeypatch.setattr("tra.attention.shared.row_blocks.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5 + 7})
-    assert rows_at_once(layer.given(x)) == 5
+    monkeypatch.setattr("tra.attention.shared.row_blocks.MAX_MAP_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5 + 7})
+    assert max_rows_at_once(layer.prepare_inputs(x)) == 5
     assert_all_close(with_gradients(layer(x), x, layer), whole, **EXACT)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), whole["output"], **EXACT)
@@ -218,13 +218,13 @@ def test_blocks_of_rows_change_nothing(mechanism: str, monkeypatch: pytest.Monke
         torch.testing.assert_close(blocked, at_once, **EXACT)
 
 
-def biased(kind: str, dtype: torch.dtype) -> tuple[Given, Tensor | None, Tensor]:
+def biased(kind: str, dtype: torch.dtype) -> tuple[AttentionInputs, Tensor | None, Tensor]:
     """Queries, keys and values in `dtype`, and factors of a large bias in float32."""
     generator = torch.Generator().manual_seed(0)
     n_keys, n_queries = (300, 300) if kind == "forgetting" else (5000, 12)
     sizes = {"query": n_queries, "key": n_keys, "value": n_keys}
     tensors = {name: torch.randn(1, 8, n, 16, generator=generator).to(dtype) for name, n in sizes.items()}
-    given = Given(**tensors, x=tensors["query"], key_mask=None, document_ids=None, cache=None)
+    given = AttentionInputs(**tensors, x=tensors["query"], key_mask=None, document_ids=None, cache=None)
     place = torch.arange(n_keys, dtype=torch.float32)[None, None]
     if kind == "forgetting":
         gates = F.logsigmoid(torch.randn(1, 8, n_keys, generator=generator) + 2)
@@ -235,7 +235,7 @@ def biased(kind: str, dtype: torch.dtype) -> tuple[Given, Tensor | None, Tensor]
     return given, F.logsigmoid(torch.randn(1, 8, n_queries, generator=generator)), -place
 
 
-def dense(given: Given, of_query: Tensor | None, of_key: Tensor) -> Tensor:
+def dense(given: AttentionInputs, of_query: Tensor | None, of_key: Tensor) -> Tensor:
     """What one would write without thinking of precision: S and P rounded to the dtype, the bias as it is."""
     dtype, wide = given.query.dtype, of_key.dtype
     query, key, value = (y.to(wide) for y in (given.query, given.key, given.value))
@@ -246,7 +246,7 @@ def dense(given: Given, of_query: Tensor | None, of_key: Tensor) -> Tensor:
     return (weights.to(dtype).to(wide) @ value).to(dtype)
 
 
-def widened(given: Given) -> Given:
+def widened(given: AttentionInputs) -> AttentionInputs:
     return given._replace(query=given.query.double(), key=given.key.double(), value=given.value.double())
 
 
@@ -268,7 +268,7 @@ def test_far_places_cost_no_precision() -> None:
     """What counts near the last query is distance, not the place of both."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, n, 16, generator=generator) for n in (4, 40_000, 40_000))
-    given = Given(query, query, key, value, None, None, None)
+    given = AttentionInputs(query, query, key, value, None, None, None)
     of_query, of_key = F.logsigmoid(torch.randn(1, 2, 4, generator=generator)), -torch.arange(40_000.0)[None, None]
     exact = dense(widened(given), of_query.double(), of_key.double())
     by_distance = dense(given, of_query, of_key - of_key[..., -1:])
@@ -279,7 +279,7 @@ def test_far_places_cost_no_precision() -> None:
 def test_pieces_survive_a_compiler() -> None:
     """Which may leave out a cast to bfloat16 and back."""
     x = 1e3 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    for pieces in (split(x), torch.compile(split)(x)):
+    for pieces in (split_bits(x), torch.compile(split_bits)(x)):
         assert torch.equal(sum(pieces), x)
         for piece in pieces:
             assert torch.equal(piece.to(torch.bfloat16).float(), piece)
@@ -291,15 +291,15 @@ def gate_errors(mechanism: str, dtype: torch.dtype) -> tuple[float, float]:
     layer: Any = MECHANISMS[mechanism](64, 4)  # gates as at the start of training
     x, generator = torch.randn(2, 128, 64), torch.Generator().manual_seed(0)
     query, key, value, direction = (torch.randn(2, 4, 128, 16, generator=generator).to(dtype) for _ in range(4))
-    given = Given(x, query, key, value, None, None, None)
+    given = AttentionInputs(x, query, key, value, None, None, None)
 
-    def plainly(given: Given) -> Tensor:
-        weight, bias = (parameter.to(given.x.dtype) for parameter in (layer.gate.weight, layer.gate.bias))
+    def plainly(given: AttentionInputs) -> Tensor:
+        weight, bias = (parameter.to(given.x.dtype) for parameter in (layer.gate.linear.weight, layer.gate.linear.bias))
         gates = F.logsigmoid(given.x @ weight.T + bias).mT
         place = torch.arange(128, dtype=gates.dtype)[None, None]
         return dense(given, None, -gates.cumsum(-1)) if mechanism == "forgetting" else dense(given, gates, -place)
 
-    def gradient(attend: Callable[[Given], Tensor], given: Given) -> Tensor:
+    def gradient(attend: Callable[[AttentionInputs], Tensor], given: AttentionInputs) -> Tensor:
         leaf = given.x.detach().requires_grad_()
         out = attend(given._replace(x=leaf))
         return torch.autograd.grad(out, leaf, direction.to(out.dtype))[0]
@@ -323,7 +323,7 @@ def test_the_form_for_flex_attention(mechanism: str) -> None:
     """Outputs alone: FlexAttention has no backward pass on a CPU."""
     layer = built(mechanism, n_kv_heads=2)
     x = torch.randn(2, 128, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    given = layer.given(x)
+    given = layer.prepare_inputs(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow if not compiled
         flexible = flex_softmax_attention(given, layer.logit_function(given))
@@ -345,13 +345,13 @@ def test_with_and_without_gradients(mechanism: str) -> None:
 def test_half_precision_holds_far_places(dtype: torch.dtype) -> None:
     layer = built("alibi", d_model=8, n_heads=2).to(dtype)
     query, key, value = (torch.randn(1, 2, n, 4).to(dtype) for n in (2, 131_072, 131_072))
-    assert torch.isfinite(layer.attend(Given(query, query, key, value, None, None, None))).all()
+    assert torch.isfinite(layer.attend(AttentionInputs(query, query, key, value, None, None, None))).all()
 
 
 @pytest.mark.parametrize("mechanism", ["tra", "tra-threshold-only", "tra-plain-distance"])
 def test_a_nan_shows(mechanism: str) -> None:
     layer, x = built(mechanism), random_input().detach()
-    given = layer.given(x)
+    given = layer.prepare_inputs(x)
     query = given.query.clone()
     query[0, 1, 5] = torch.nan
     out = layer.attend(given._replace(query=query))
@@ -370,7 +370,7 @@ def test_a_prompt_in_blocks_forgets_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """A frozen model outside of no_grad takes the path for training, here in several blocks, with a cache."""
     layer, x = built("forgetting").requires_grad_(False), random_input().detach()
     expected = layer(x)
-    monkeypatch.setattr("tra.attention.shared.row_blocks.MOST_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5})
+    monkeypatch.setattr("tra.attention.shared.row_blocks.MAX_MAP_ENTRIES", {"cpu": 2 * 4 * LENGTH * 5})
     cache = LayerCache()
     pieces = [layer(part, cache=cache) for part in x.split([15, 8], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, **EXACT)
@@ -378,7 +378,7 @@ def test_a_prompt_in_blocks_forgets_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_both_halves_of_a_differential_head_drop_the_same_weights() -> None:
     layer, x = built("differential", dropout=0.5), random_input()
-    given = layer.given(x)
+    given = layer.prepare_inputs(x)
     alike = given._replace(value=given.value[:, [0, 0, 2, 2]])
     read = layer.attend(alike) / layer.norm.weight
     torch.testing.assert_close(read[..., :8], read[..., 8:], **EXACT)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tra.attention.shared.base import places
-from tra.attention.shared.rotation import rotate, rotate_by_place, rotations
+from tra.attention.shared.positions import positions
+from tra.attention.shared.rotation import rotate, rotate_by_position, rotations
 
 
 def test_rotation_is_multiplication_by_a_complex_number() -> None:
@@ -24,7 +24,9 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(1, 1, 1, 16).double(), torch.randn(1, 1, 1, 16).double()
 
     def score(at: int, of: int) -> float:
-        (query,), (key,) = (rotate_by_place([x], torch.tensor([[place]]), 500_000.0) for x, place in ((q, at), (k, of)))
+        (query,), (key,) = (
+            rotate_by_position([x], torch.tensor([[place]]), 500_000.0) for x, place in ((q, at), (k, of))
+        )
         return float((query * key).sum())
 
     assert abs(score(7, 3) - score(1007, 1003)) < 1e-9
@@ -33,5 +35,5 @@ def test_scores_depend_on_distance_alone() -> None:
 
 def test_padding_does_not_count() -> None:
     mask = torch.tensor([[False, False, True, True, False, True]])
-    assert places(torch.zeros(1, 6, 4), mask, past=0)[0].tolist() == [0, 0, 0, 1, 1, 2]
-    assert places(torch.zeros(1, 2, 4), mask, past=4)[0].tolist() == [1, 2]
+    assert positions(torch.zeros(1, 6, 4), mask, past=0)[0].tolist() == [0, 0, 0, 1, 1, 2]
+    assert positions(torch.zeros(1, 2, 4), mask, past=4)[0].tolist() == [1, 2]

@@ -37,7 +37,7 @@ def test_times_are_of_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += 0.002 if given[0].shape[1] == 1 else 0.05
 
-    model.embedding.register_forward_pre_hook(spend)
+    model.embed_tokens.register_forward_pre_hook(spend)
     monkeypatch.setattr("tra.bench.generate.time.perf_counter", lambda: now)
     found = measure_generation(model, 3, 5, 8, False, CPU, 2)
     assert found == {"prefill_ms": 50.0, "step_ms": 2.0, "tokens_per_second": 375.0}  # 24 tokens in 64 ms

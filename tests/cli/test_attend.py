@@ -31,7 +31,7 @@ def decoder(mechanism: str = "tra", vocabulary: int = 5) -> tra.Decoder:
     torch.manual_seed(0)
     config = tra.DecoderConfig(vocabulary, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism)
     model = tra.Decoder(config)
-    torch.nn.init.normal_(model.embedding.weight)
+    torch.nn.init.normal_(model.embed_tokens.weight)
     return model.eval()
 
 

@@ -68,7 +68,7 @@ def decoder(mechanism: str, gate_bias: float = 0.0) -> tra.Decoder:
     config = tra.DecoderConfig(5, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism, embedding_init="normal")
     model = tra.Decoder(dataclasses.replace(config, gate_bias=gate_bias))
     for name, weight in model.named_parameters():
-        if name.endswith("attention.embedding"):  # cope's, which start at 0
+        if name.endswith("self_attn.embedding"):  # cope's, which start at 0
             nn.init.normal_(weight)
     return model
 

@@ -51,8 +51,8 @@ def decoder(mechanism: str = "tra", spread: float = 0.5) -> tra.Decoder:
     torch.manual_seed(0)
     config = tra.DecoderConfig(VOCABULARY, d_model=32, n_layers=2, n_heads=2, mechanism=mechanism)
     model = tra.Decoder(config)
-    torch.nn.init.normal_(model.embedding.weight)
-    torch.nn.init.normal_(model.head.weight, std=spread)
+    torch.nn.init.normal_(model.embed_tokens.weight)
+    torch.nn.init.normal_(model.lm_head.weight, std=spread)
     return model.eval()
 
 

@@ -23,6 +23,8 @@ def test_there_and_back(mechanism: str, tmp_path: Path) -> None:
     if mechanism != "lstm":
         changes |= {"qk_norm": True, "rotary": False}
     decoder = decoder_config(mechanism, **changes)
+    assert TRAConfig.from_decoder(decoder, fuse_projections=True).to_decoder() == decoder
+    decoder = dataclasses.replace(decoder, fuse_projections=False)  # unless asked for
     assert TRAConfig.from_decoder(decoder).to_decoder() == decoder
     TRAConfig.from_decoder(decoder, tie_word_embeddings=True, eos_token_id=3).save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
@@ -34,7 +36,7 @@ def test_there_and_back(mechanism: str, tmp_path: Path) -> None:
 
 def test_defaults_are_the_decoder_s() -> None:
     plain = tra.DecoderConfig(vocab_size=50_304)
-    assert TRAConfig().to_decoder() == dataclasses.replace(plain, n_kv_heads=plain.n_heads)
+    assert TRAConfig().to_decoder() == dataclasses.replace(plain, n_kv_heads=plain.n_heads, fuse_projections=False)
 
 
 def test_dropout_has_transformers_name_too() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
+import tra
 from tests.hub.models import CACHED, SOME_MECHANISMS, STATIC, VOCABULARY, language_model, padded, tokens
 from tra.attention import MECHANISMS
 from tra.hub import TRAForCausalLM
@@ -55,8 +56,9 @@ def test_a_batch_is_its_rows(mechanism: str) -> None:
     model = sharp(mechanism)
     rows, ids, mask = padded([9, 6, 2], "left")
     together = generate(model, ids, mask, do_sample=False)[:, 9:]
-    model.model.decoder.head = model.lm_head
-    ours = model.model.decoder.generate(ids, NEW, key_mask=mask.bool())
+    decoder = tra.Decoder(model.config.to_decoder()).double().eval()
+    decoder.load_state_dict({name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()})
+    ours = decoder.generate(ids, NEW, key_mask=mask.bool())
     assert torch.equal(together, ours)
     for row, text in zip(rows, together, strict=True):
         assert generate(model, row, do_sample=False)[0, row.shape[1] :].tolist() == text.tolist()

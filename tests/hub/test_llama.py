@@ -46,8 +46,8 @@ def test_every_attention_is_tra_with_the_old_projections(example: ModuleType) ->
     old, model = plain(), example.with_tra(plain())
     for before, after in zip(old.model.layers, model.model.layers, strict=True):
         assert isinstance(after.self_attn, tra.ThresholdRelativeAttention)
-        assert torch.equal(after.self_attn.query.weight, before.self_attn.q_proj.weight)
-        assert torch.equal(after.self_attn.out.weight, before.self_attn.o_proj.weight)
+        assert torch.equal(after.self_attn.q_proj.weight, before.self_attn.q_proj.weight)
+        assert torch.equal(after.self_attn.o_proj.weight, before.self_attn.o_proj.weight)
     ids = tokens(2, 9)
     assert not torch.allclose(model(ids).logits, old(ids).logits)
     layer = model.model.layers[0].self_attn

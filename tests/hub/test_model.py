@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_hidden_states(mechanism: str) -> None:
     last = model.model(ids).last_hidden_state
     assert torch.equal(out.hidden_states[-1], last)
     assert torch.equal(model.lm_head(last), out.logits)
-    between = model.model.decoder.blocks[0](out.hidden_states[0], None, None, None)
+    between = model.model.layers[0](out.hidden_states[0], None, None, None)
     torch.testing.assert_close(out.hidden_states[1], between)
     if mechanism != "sinusoidal":  # which marks its input
         assert torch.equal(out.hidden_states[0], model.get_input_embeddings()(ids))
@@ -81,12 +82,12 @@ def test_attentions_are_what_values_are_weighed_with(mechanism: str) -> None:
         assert float(weights.triu(1).abs().max()) == 0
         sums = weights.sum(-1)[real]
         assert bool(((sums - 1).abs() < 1e-12).logical_or(sums == 0).all())
-        block = model.model.decoder.blocks[index]
-        x = block.attention_norm(out.hidden_states[index])
-        value = block.attention.heads(x)[2].repeat_interleave(2, dim=1)
-        read = block.attention.out((weights @ value).transpose(1, 2).flatten(2))
+        block = model.model.layers[index]
+        x = block.input_layernorm(out.hidden_states[index])
+        value = block.self_attn.project_heads(x)[2].repeat_interleave(2, dim=1)
+        read = block.self_attn.o_proj((weights @ value).transpose(1, 2).flatten(2))
         where = mask.bool()
-        torch.testing.assert_close(block.attention(x, where)[where], read[where])
+        torch.testing.assert_close(block.self_attn(x, where)[where], read[where])
 
 
 def test_loss_is_masked_cross_entropy_shifted() -> None:
@@ -166,7 +167,7 @@ def test_gradient_checkpointing_changes_no_gradient(mechanism: str, reentrant: b
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         calls: list[int] = []
-        model.model.decoder.blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         torch.manual_seed(1)
         loss = model(ids, labels=ids).loss
         loss.backward()
@@ -185,7 +186,7 @@ def test_weights_start_as_a_decoder_s(mechanism: str, source: str, tmp_path: Pat
     """Every tensor has the decoder's distribution, by Kolmogorov and Smirnov; one that is there keeps its value."""
     torch.manual_seed(0)
     wanted = config(mechanism, gate_bias=2.5, vocab_size=300, hidden_size=64)
-    kept = "model.decoder.norm.weight"
+    kept = "model.norm.weight"
     if source == "from_config":
         model = AutoModelForCausalLM.from_config(wanted)
     else:
@@ -197,7 +198,7 @@ def test_weights_start_as_a_decoder_s(mechanism: str, source: str, tmp_path: Pat
     ours = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
     theirs = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in ours.items():
-        theirs_name = "lm_head.weight" if name == "head.weight" else f"model.decoder.{name}"
+        theirs_name = "lm_head.weight" if name == "lm_head.weight" else f"model.{name}"
         found = theirs.pop(theirs_name)
         if theirs_name != kept:
             difference, allowed = kolmogorov_smirnov(found.detach().flatten(), tensor.detach().flatten())
@@ -220,7 +221,7 @@ def test_only_what_is_missing_starts_anew(tmp_path: Path) -> None:
             parameter.fill_(0.75)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    missing = {name for name in tensors if name.endswith("gate.bias")}
+    missing = {name for name in tensors if name.endswith("gate.linear.bias")}
     save_file({n: t for n, t in tensors.items() if n not in missing}, tmp_path / "model.safetensors", {"format": "pt"})
     model.config.save_pretrained(tmp_path)  # which knows of no digests
     for name, parameter in TRAForCausalLM.from_pretrained(tmp_path).named_parameters():
@@ -311,3 +312,14 @@ def test_compiles(mechanism: str) -> None:
     loss = compiled.train()(ids, labels=ids).loss
     loss.backward()
     torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+
+
+@pytest.mark.parametrize("kind", [TRAForCausalLM, TRAModel])
+def test_fsdp_plans_name_modules(kind: type[TRAForCausalLM | TRAModel]) -> None:
+    """transformers' plan of base models, and of the head."""
+    model = kind(config())
+    names = {re.sub(r"\.\d+", ".*", name) for name, _ in model.named_modules()}
+    body = "model." if kind is TRAForCausalLM else ""
+    head = ["lm_head"] if kind is TRAForCausalLM else []
+    assert set(model.fsdp_plan) == {f"{body}{name}" for name in ("embed_tokens", "layers.*", "norm")} | set(head)
+    assert set(model.fsdp_plan) <= names

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.hub.models import SOME_MECHANISMS, config, language_model, tokens
@@ -155,3 +156,48 @@ def test_digests_are_the_files_not_the_models(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "one")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+FORMER_NAMES = {
+    "embed_tokens.": "decoder.embedding.",
+    "layers.": "decoder.blocks.",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "attention.query",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.out",
+    "self_attn.gate.linear": "attention.gate",
+    "self_attn": "attention",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+    "model.norm": "model.decoder.norm",
+}
+
+
+@pytest.mark.parametrize("mechanism", ["tra", "cope", "lstm"])
+def test_folders_with_former_names_load(mechanism: str, tmp_path: Path) -> None:
+    """As a language model and as its body; they are saved under the names now."""
+    model = language_model(mechanism).float()
+    model.save_pretrained(tmp_path / "now")
+    (tmp_path / "former").mkdir()
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "now" / "model.safetensors").items():
+        for now, former in FORMER_NAMES.items():
+            name = name.replace(now, former)
+        tensors[name] = tensor
+    assert {"model.decoder.embedding.weight", "model.decoder.norm.weight", "lm_head.weight"} <= tensors.keys()
+    save_file(tensors, tmp_path / "former" / "model.safetensors", {"format": "pt"})
+    values = json.loads((tmp_path / "now" / "config.json").read_text())
+    del values["weights_sha256"], values["fuse_projections"]
+    (tmp_path / "former" / "config.json").write_text(json.dumps(values))
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "former", output_loading_info=True)
+    assert not any(report.values())
+    assert not again.config.fuse_projections
+    body = AutoModel.from_pretrained(tmp_path / "former")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    for name, tensor in model.model.state_dict().items():
+        assert torch.equal(body.state_dict()[name], tensor), name
+    again.save_pretrained(tmp_path / "saved")
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())

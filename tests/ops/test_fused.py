@@ -666,7 +666,7 @@ def test_the_layer_takes_the_kernels_by_itself(options: dict[str, str], monkeypa
         monkeypatch.setattr(
             torch.ops.tra, name, lambda *args, name=name, original=original: called.append(name) or original(*args)
         )
-    layer = tra.ThresholdRelativeAttention(128, 4, **options).cuda()
+    layer = tra.ThresholdRelativeAttention(128, 4, fuse_projections=True, **options).cuda()
     x = torch.randn(2, 64, 128, device="cuda")
     layer(x).sum().backward()
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 
 import tra
 from tests.ops import compare
@@ -179,10 +179,10 @@ def test_the_operators_are_what_they_say() -> None:
     torch.library.opcheck(torch.ops.tra.projected_forward.default, arguments)
 
 
-def test_the_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only there; with the gradients that its other way has."""
+def test_a_fused_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only there; with the gradients of an unfused one."""
     torch.manual_seed(0)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
     calls = []
     original = layer_file.attention_of_projections
@@ -198,63 +198,20 @@ def test_the_layer_takes_it_in_plain_training(monkeypatch: pytest.MonkeyPatch) -
     usual = torch.autograd.grad(layer(x, torch.ones(2, 40, dtype=torch.bool, device=DEVICE)).square().sum(), parameters)
     with torch.no_grad():
         layer(x)
-    layer.impl = "blockwise"
+    layer.fuse_projections = False
+    unfused = torch.autograd.grad(layer(x).square().sum(), parameters)
+    layer.fuse_projections, layer.impl = True, "blockwise"
     layer(x)
     assert len(calls) == 1
-    for one, other in zip(fast, usual, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", layer_file.PARTS)
-def test_a_layer_of_ones_own_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that overrides a part of it, for all of its kind or for one."""
-    x = torch.randn(2, 40, 32, device=DEVICE)
-    plain = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-    original = getattr(ThresholdRelativeAttention, name)
-    kind = type("Own", (ThresholdRelativeAttention,), {name: lambda self, *args, **rest: original(self, *args, **rest)})
-    own, patched = kind(32, 2, impl="triton").to(DEVICE), ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-    monkeypatch.setattr(patched, name, getattr(patched, name))
-    assert plain._is_one_operator(x)
-    assert not own._is_one_operator(x)
-    assert not patched._is_one_operator(x)
-    monkeypatch.setattr(layer_file, "attention_of_projections", None)
-    assert own(x).shape == patched(x).shape == x.shape
-
-
-def test_a_projection_of_ones_own_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter in a projection's place, a bias, a hook on one, a forward put over it."""
-
-    class Adapter(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + 1
-
-    def fails(*_args: object, **_options: object) -> Tensor:
-        raise AssertionError("not asked")
-
-    monkeypatch.setattr(layer_file, "attention_of_projections", fails)
-    x = torch.randn(2, 40, 32, device=DEVICE)
-    for name in ("query", "key", "value", "gate"):
-        plain = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-        with pytest.raises(AssertionError, match="not asked"):
-            plain(x)
-        hooked = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-        getattr(hooked, name).register_forward_hook(lambda _module, _args, out: out - 1)
-        hooked(x)
-        covered = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-        layer = getattr(covered, name)
-        layer.forward = layer.forward
-        covered(x)
-        if name != "gate":
-            adapted = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-            for layer in (Adapter(32, 32, bias=False, device=DEVICE), nn.Linear(32, 32, device=DEVICE)):
-                setattr(adapted, name, layer)
-                adapted(x)
+    for other in (usual, unfused):
+        for one, two in zip(fast, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_in_half_precision() -> None:
     """Weights, bias and all: gradients have their dtypes."""
     torch.manual_seed(0)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE, torch.float16)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True).to(DEVICE, torch.float16)
     x = torch.randn(2, 40, 32, device=DEVICE, dtype=torch.float16)
     layer(x).float().square().sum().backward()
     for parameter in layer.parameters():
@@ -264,37 +221,24 @@ def test_a_model_in_half_precision() -> None:
         assert parameter.grad.any()
 
 
-def test_hooks_for_all_modules_are_asked() -> None:
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-    x = torch.randn(2, 40, 32, device=DEVICE)
-    for register in (
-        nn.modules.module.register_module_forward_hook,
-        nn.modules.module.register_module_full_backward_hook,
-    ):
-        handle = register(lambda *_: None)
-        assert not layer._is_one_operator(x)
-        handle.remove()
-        assert layer._is_one_operator(x)
-
-
 def test_dtypes_that_do_not_fit_are_an_error() -> None:
     x = torch.randn(2, 40, 32, device=DEVICE)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
-    layer.key.double()
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True).to(DEVICE)
+    layer.k_proj.double()
     with pytest.raises(RuntimeError, match="dtype"):
         layer(x)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])
 def test_empty_inputs_are_an_error(shape: tuple[int, ...]) -> None:
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True).to(DEVICE)
     with pytest.raises(ValueError, match=r"x is empty: got shape .*, expected every dimension to be at least 1"):
         layer(torch.zeros(shape, device=DEVICE))
 
 
 def test_dropout_is_the_operators() -> None:
     """With the same draws: those of the seed that the next call takes."""
-    layer = ThresholdRelativeAttention(32, 2, impl="triton", dropout=0.3).to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True, dropout=0.3).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE)
     outs = []
     for mask in (None, torch.ones(2, 40, dtype=torch.bool, device=DEVICE)):
@@ -307,22 +251,22 @@ def test_dropout_is_the_operators() -> None:
 def test_only_what_is_wanted_is_worked_out() -> None:
     """A frozen layer still passes gradients on; without those of x weights still have theirs."""
     torch.manual_seed(0)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
-    weights = [layer.query.weight, layer.key.weight, layer.value.weight, layer.gate.weight, layer.gate.bias]
+    weights = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight, *layer.gate.parameters()]
     of_x, *of_weights = torch.autograd.grad(layer(x).square().sum(), [x, *weights])
     alone = torch.autograd.grad(layer(x.detach()).square().sum(), weights)
     assert all(torch.equal(one, other) for one, other in zip(alone, of_weights, strict=True))
     layer.requires_grad_(False)
     assert torch.equal(torch.autograd.grad(layer(x).square().sum(), x)[0], of_x)
     layer.gate.requires_grad_(True)
-    assert torch.equal(torch.autograd.grad(layer(x).square().sum(), layer.gate.bias)[0], of_weights[4])
+    assert torch.equal(torch.autograd.grad(layer(x).square().sum(), layer.gate.linear.bias)[0], of_weights[4])
 
 
 def test_any_layout_in_memory() -> None:
     """Of x, and of weights that someone else hands in."""
     torch.manual_seed(0)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton").to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE)
     out = layer(x)
     torch.testing.assert_close(layer(x.transpose(1, 2).contiguous().transpose(1, 2)), out)
@@ -333,7 +277,7 @@ def test_any_layout_in_memory() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed(reentrant: bool) -> None:
     torch.manual_seed(0)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton", dropout=0.3).to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True, dropout=0.3).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
     found = []
     for through in (layer, lambda y: torch.utils.checkpoint.checkpoint(layer, y, use_reentrant=reentrant)):
@@ -349,7 +293,7 @@ def test_under_autocast() -> None:
     """Half precision in, float32 weights' gradients out; as near to float32 as the other way is."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
     torch.manual_seed(0)
-    layer = ThresholdRelativeAttention(32, 2, impl="triton", threshold=-math.inf).to(DEVICE)
+    layer = ThresholdRelativeAttention(32, 2, impl="triton", fuse_projections=True, threshold=-math.inf).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     found = []
@@ -367,7 +311,7 @@ def test_under_autocast() -> None:
 def test_compiled(mechanism: str) -> None:
     """As one graph, with the gradients that it has uncompiled: both ways in float32, so only sums' order differs."""
     torch.manual_seed(0)
-    layer = tra.attention.MECHANISMS[mechanism](32, 2, impl="triton").to(DEVICE)
+    layer = tra.attention.MECHANISMS[mechanism](32, 2, impl="triton", fuse_projections=True).to(DEVICE)
     x = torch.randn(2, 40, 32, device=DEVICE, requires_grad=True)
     parameters = [x, *layer.parameters()]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

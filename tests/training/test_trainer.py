@@ -94,10 +94,10 @@ def test_a_dead_head_is_seen(tmp_path: Path) -> None:
     config = small("train.steps=15", "optim.lr=1e-9")
     state = load_checkpoint(folder / "checkpoints")
     assert state is not None
-    state.tensors["model.embedding.weight"].abs_()
-    state.tensors["model.blocks.0.attention_norm.weight"].fill_(1.0)
-    state.tensors["model.blocks.0.attention.query.weight"][:16] = 1.0
-    state.tensors["model.blocks.0.attention.key.weight"][:16] = -1.0
+    state.tensors["model.embed_tokens.weight"].abs_()
+    state.tensors["model.layers.0.input_layernorm.weight"].fill_(1.0)
+    state.tensors["model.layers.0.self_attn.q_proj.weight"][:16] = 1.0
+    state.tensors["model.layers.0.self_attn.k_proj.weight"][:16] = -1.0
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     save_checkpoint(folder / "checkpoints", state)
@@ -125,7 +125,7 @@ def test_accumulation_is_the_same_step(accumulate: int) -> None:
 
 def test_bfloat16_trains(tmp_path: Path) -> None:
     train(small("train.steps=5", "train.precision=bfloat16"), tmp_path / "run", device=torch.device("cpu"))
-    assert weights(tmp_path / "run")["head.weight"].dtype == torch.float32
+    assert weights(tmp_path / "run")["lm_head.weight"].dtype == torch.float32
 
 
 @pytest.mark.slow

@@ -1,4 +1,9 @@
-"""Mechanisms: TRA and its rivals, one file each, all with the same projections, cache and signature."""
+"""Mechanisms: TRA and its rivals, one file each, all with the same projections, cache and signature.
+
+A mechanism of your own is a subclass of `Attention` with `attend`, `logits` and `weigh`, or of `DenseAttention` with
+`logits` and `weigh`. They compute from `AttentionInputs`, as `scores`, `visible_keys`, `key_positions` and
+`softmax_attention` do.
+"""
 
 from tra.attention.alibi import LinearBiasAttention
 from tra.attention.cope import ContextualPositionAttention
@@ -11,6 +16,8 @@ from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
 from tra.attention.shared.base import Attention, Mechanism, WeightMap
 from tra.attention.shared.cache import Cache, LayerCache, StaticCache
+from tra.attention.shared.inputs import AttentionInputs, key_positions, scores, softmax_attention, visible_keys
+from tra.attention.shared.row_blocks import DenseAttention
 from tra.attention.sinusoidal import SinusoidalAttention
 from tra.attention.ssmax import ScalableSoftmaxAttention
 from tra.attention.stickbreaking import StickBreakingAttention
@@ -41,8 +48,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 __all__ = [
     "MECHANISMS",
     "Attention",
+    "AttentionInputs",
     "Cache",
     "ContextualPositionAttention",
+    "DenseAttention",
     "DifferentialAttention",
     "DistanceOnlyAttention",
     "EntmaxAttention",
@@ -62,4 +71,8 @@ __all__ = [
     "ThresholdOnlyAttention",
     "ThresholdRelativeAttention",
     "WeightMap",
+    "key_positions",
+    "scores",
+    "softmax_attention",
+    "visible_keys",
 ]

@@ -1,4 +1,4 @@
-"""Attention with linear biases (Press et al. 2022): each head takes off its own slope times the distance."""
+"""Attention with linear biases (Press et al. 2022): each head subtracts its own slope times the distance."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.attention.shared.base import Given, key_places
 from tra.attention.shared.bias_columns import biased_softmax_attention
+from tra.attention.shared.inputs import AttentionInputs, key_positions
 from tra.attention.shared.row_blocks import DenseAttention
 
 
@@ -22,24 +22,24 @@ class LinearBiasAttention(DenseAttention):
         super().__init__(d_model, n_heads, n_kv_heads, **options)
         self.register_buffer("slopes", torch.tensor(slopes(n_heads))[None, :, None], persistent=False)
 
-    def attend(self, given: Given) -> Tensor:
-        if given.query.dtype == torch.float16:  # whose range far places exceed
-            return super().attend(given)
-        place = key_places(given)[:, None].to(_exact(given))
-        return biased_softmax_attention(given, self.slopes.to(place.dtype), place, self.dropout_now)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        if inputs.query.dtype == torch.float16:  # far positions exceed its range
+            return super().attend(inputs)
+        position = key_positions(inputs)[:, None].to(_wide_dtype(inputs))
+        return biased_softmax_attention(inputs, self.slopes.to(position.dtype), position, self.dropout_now)
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        place = key_places(given)[:, None]
-        distance = place[:, :, given.past + rows, None] - place[:, :, None]  # [B, 1, R, Tk]
-        return super().logits(given, rows) - self.slopes[..., None].to(_exact(given)) * distance
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        position = key_positions(inputs)[:, None]
+        distance = position[:, :, inputs.past + rows, None] - position[:, :, None]  # [B, 1, R, Tk]
+        return super().logits(inputs, rows) - self.slopes[..., None].to(_wide_dtype(inputs)) * distance
 
 
-def _exact(given: Given) -> torch.dtype:
-    return torch.float64 if given.query.dtype == torch.float64 else torch.float32
+def _wide_dtype(inputs: AttentionInputs) -> torch.dtype:
+    return torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
 
 
 def slopes(n_heads: int) -> list[float]:
-    """2^(-8/n), 2^(-16/n), … for n a power of two; others take every second of the next power's, as published."""
+    """Return 2^(-8/n), 2^(-16/n), … for n a power of two; others add every second of the next power, as published."""
     power = 2 ** math.floor(math.log2(n_heads))
     first = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     return first if power == n_heads else first + slopes(2 * power)[::2][: n_heads - power]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tra.attention.shared.base import Given, scores, seen
+from tra.attention.shared.inputs import AttentionInputs, scores, visible_keys
 from tra.attention.shared.row_blocks import DenseAttention
 from tra.ops.running_sums import sum_from_the_right
 
@@ -31,13 +31,13 @@ class ContextualPositionAttention(DenseAttention):
             raise ValueError(f"cope_positions must be at least 2, got {cope_positions}")
         self.embedding = nn.Parameter(torch.zeros(self.head_width, cope_positions))
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        content, visible = scores(given, rows), seen(given, rows)
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        content, visible = scores(inputs, rows), visible_keys(inputs, rows)
         gates = content.sigmoid() * visible
-        place = sum_from_the_right(gates).clamp(max=self.embedding.shape[1] - 1)
+        position = sum_from_the_right(gates).clamp(max=self.embedding.shape[1] - 1)
         with torch.autocast(content.device.type, enabled=False):
-            at_whole = given.query[:, :, rows].to(content.dtype) @ self.embedding.to(content.dtype)  # [B, H, R, npos]
-        below = place.detach().floor()
-        lower, upper = (at_whole.gather(-1, p.long()) for p in (below, place.detach().ceil()))
-        share = place - below
+            whole = inputs.query[:, :, rows].to(content.dtype) @ self.embedding.to(content.dtype)  # [B, H, R, npos]
+        below = position.detach().floor()
+        lower, upper = (whole.gather(-1, p.long()) for p in (below, position.detach().ceil()))
+        share = position - below
         return (content + share * upper + (1 - share) * lower).masked_fill(~visible, -torch.inf)

@@ -1,4 +1,4 @@
-"""Differential attention (Ye et al. 2024): the difference of two softmax maps, so that what both see cancels."""
+"""Differential attention (Ye et al. 2024): the difference of two softmax maps, so that noise common to both cancels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tra.attention.shared.base import Attention, Given, WeightMap, softmax_attention
+from tra.attention.shared.base import Attention, WeightMap
+from tra.attention.shared.inputs import AttentionInputs, softmax_attention
 
 
 class DifferentialAttention(Attention):
@@ -40,43 +41,49 @@ class DifferentialAttention(Attention):
         self.norm = nn.RMSNorm(2 * self.head_width, eps=1e-5)
 
     def strength(self) -> Tensor:
-        """λ, in float32 at least."""
+        """Return λ, in float32 at least."""
         lambdas = self.lambdas if self.lambdas.dtype == torch.float64 else self.lambdas.float()
         first_query, first_key, second_query, second_key = lambdas
         return (first_query * first_key).sum().exp() - (second_query * second_key).sum().exp() + self.initial
 
-    def paired(self, given: Given) -> Given:
-        """Keys `[B, H, T, D]` and values `[B, H, T, 2 D]` for every query head; those that share, share pairs."""
-        group = self.n_heads // self.n_kv_heads
-        key = given.key.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
-        value = torch.cat([given.value[:, ::2], given.value[:, 1::2]], dim=-1).repeat_interleave(2 * group, dim=1)
-        return given._replace(key=key, value=value)
+    def pair_heads(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Return inputs with keys `[B, H, T, D]` and values `[B, H, T, 2 D]` for every query head.
 
-    def attend(self, given: Given) -> Tensor:
-        given = self.paired(given)
+        Query heads that share keys and values share pairs of them.
+        """
+        group = self.n_heads // self.n_kv_heads
+        key = inputs.key.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
+        value = torch.cat([inputs.value[:, ::2], inputs.value[:, 1::2]], dim=-1).repeat_interleave(2 * group, dim=1)
+        return inputs._replace(key=key, value=value)
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        inputs = self.pair_heads(inputs)
         if self.dropout_now == 0:
-            # Fused kernels want keys and values of one width, so each half of the values is read by heads of its own.
-            halves = given._replace(
-                query=given.query.repeat(1, 2, 1, 1),
-                key=given.key.repeat(1, 2, 1, 1),
-                value=torch.cat(given.value.chunk(2, dim=-1), dim=1),
+            # Fused kernels need keys and values of one width, so each half of the values has its own heads.
+            halves = inputs._replace(
+                query=inputs.query.repeat(1, 2, 1, 1),
+                key=inputs.key.repeat(1, 2, 1, 1),
+                value=torch.cat(inputs.value.chunk(2, dim=-1), dim=1),
             )
             read = torch.cat(softmax_attention(halves, 0.0).chunk(2, dim=1), dim=-1)  # [B, H, T, 2 D]
-        else:  # both halves drop the same weights
-            read = softmax_attention(given, self.dropout_now)
+        else:  # both halves must drop the same weights
+            read = softmax_attention(inputs, self.dropout_now)
         difference = read[:, ::2] - self.strength() * read[:, 1::2]
         return self.norm(difference.to(self.norm.weight.dtype)).to(read.dtype) * (1 - self.initial)
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        return super().logits(self.paired(given), rows)
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        return super().logits(self.pair_heads(inputs), rows)
 
     @torch.no_grad()
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
-        """Of pairs of heads. Content is that of the first; the weights, which may be negative, order the keys."""
+        """Return the map of pairs of heads.
+
+        Content is that of a pair's first head; weights, which may be negative, stand in for logits.
+        """
         both = super().attention_map(x, key_mask, rows)
         weights = both.weights[:, ::2] - self.strength() * both.weights[:, 1::2]
-        unseen = both.logits[:, ::2] == -torch.inf
-        return WeightMap(weights, both.content[:, ::2], weights.masked_fill(unseen, -torch.inf))
+        hidden = both.logits[:, ::2] == -torch.inf
+        return WeightMap(weights, both.content[:, ::2], weights.masked_fill(hidden, -torch.inf))
 
-    def content(self, given: Given, rows: Tensor) -> Tensor:
-        return super().content(self.paired(given), rows)
+    def content(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        return super().content(self.pair_heads(inputs), rows)

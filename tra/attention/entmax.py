@@ -13,7 +13,7 @@ from tra.attention.shared.row_blocks import DenseAttention
 class EntmaxAttention(DenseAttention):
     """Rotated attention, normalised by 1.5-entmax. See `Attention`.
 
-    The papers define a normaliser, not positions; these are `rope`'s, so that one thing changes.
+    The papers define a normaliser and no positions. Positions are those of `rope`, so that only the normaliser differs.
     """
 
     default_rotary: ClassVar[bool] = True
@@ -23,10 +23,10 @@ class EntmaxAttention(DenseAttention):
 
 
 def entmax15(logits: Tensor) -> Tensor:
-    """p_j = max(0, x_j / 2 - τ)², with τ such that they sum to 1, over the last dimension. -inf has weight 0.
+    """Return p_j = max(0, x_j / 2 - τ)², with τ such that they sum to 1, over the last dimension. -inf has weight 0.
 
-    Σ max(0, x / 2 - τ)² is convex and falls in τ, so Newton's method from the left of the root runs up to it without
-    overshooting: far away it halves the distance, near by it squares the error.
+    Σ max(0, x / 2 - τ)² is convex and falls in τ, so Newton's method from the left of the root approaches it without
+    overshooting: far from it a step halves the distance, near it a step squares the error.
     """
     x = _halved_below_zero(logits)
     steps = 8 + max(1, logits.shape[-1]).bit_length() // 2  # at the start the root is within √n
@@ -38,7 +38,7 @@ def entmax15(logits: Tensor) -> Tensor:
     return _weights(x, threshold)
 
 
-# What a compiler would store in one loop over a row and read back in the next is an operator, see `tra.ops.softmax`.
+# Operators, because a compiler would store values in one loop over a row and read them back in the next.
 
 
 @torch.library.custom_op("tra::halved_below_zero", mutates_args=())
@@ -52,7 +52,7 @@ def _(logits: Tensor) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-_halved_below_zero.register_autograd(lambda _context, gradient: gradient / 2)  # weights don't see a shift
+_halved_below_zero.register_autograd(lambda _context, gradient: gradient / 2)  # a shift doesn't change the weights
 
 
 @torch.library.custom_op("tra::entmax_weights", mutates_args=())

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention.shared.base import Given, seen
 from tra.attention.shared.flex import ScoreFunction
-from tra.attention.shared.gated import Factors, GatedAttention
+from tra.attention.shared.gated import BiasFactors, GatedAttention
+from tra.attention.shared.inputs import AttentionInputs, visible_keys
 
 
 class ForgettingAttention(GatedAttention):
@@ -21,35 +21,35 @@ class ForgettingAttention(GatedAttention):
 
     caches_more: ClassVar[bool] = True
 
-    def factors(self, given: Given) -> Factors:
-        # The running sum at the query is the same for all its keys, and softmax doesn't see it.
-        return Factors(None, -self.remembered(given))
+    def bias_factors(self, inputs: AttentionInputs) -> BiasFactors:
+        # The running sum at the query is the same for all its keys, so it doesn't change the softmax.
+        return BiasFactors(None, -self.log_forget_sums(inputs))
 
-    def logit_function(self, given: Given) -> ScoreFunction:
-        total = self.remembered(given)
-        again = total.clone()  # what learns may be indexed once only
+    def logit_function(self, inputs: AttentionInputs) -> ScoreFunction:
+        total = self.log_forget_sums(inputs)
+        of_key = total.clone()  # FlexAttention takes gradients of a tensor that is indexed once
 
         def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + total[batch, head, query] - again[batch, head, key]
+            return score + total[batch, head, query] - of_key[batch, head, key]
 
         return logit
 
-    def prepare(self, given: Given) -> Given:
-        return given._replace(prepared=self.remembered(given))
+    def precompute(self, inputs: AttentionInputs) -> AttentionInputs:
+        return inputs._replace(precomputed=self.log_forget_sums(inputs))
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        total = self.remembered(given) if given.prepared is None else given.prepared
-        forgotten = total[:, :, given.past + rows, None] - total[:, :, None]
-        return (super().logits(given, rows) + forgotten).masked_fill(~seen(given, rows), -torch.inf)
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        total = self.log_forget_sums(inputs) if inputs.precomputed is None else inputs.precomputed
+        forgotten = total[:, :, inputs.past + rows, None] - total[:, :, None]
+        return (super().logits(inputs, rows) + forgotten).masked_fill(~visible_keys(inputs, rows), -torch.inf)
 
-    def remembered(self, given: Given) -> Tensor:
-        """Running sums of log f up to each key, `[B, H, Tk]`, also into the cache. Padding forgets nothing."""
-        log_forget = self.gate(given.x)
-        if given.key_mask is not None:
-            log_forget = log_forget * given.key_mask[:, None, given.past :]
+    def log_forget_sums(self, inputs: AttentionInputs) -> Tensor:
+        """Return running sums of log f up to each key, `[B, H, Tk]`, and cache them. Padding forgets nothing."""
+        log_forget = self.gate(inputs.x)
+        if inputs.key_mask is not None:
+            log_forget = log_forget * inputs.key_mask[:, None, inputs.past :]
         total = log_forget.cumsum(-1)
-        if given.cache is None:
+        if inputs.cache is None:
             return total
-        total = total + given.cache.state.get("forgotten", 0.0)
-        given.cache.state["forgotten"] = total[..., -1:]
-        return given.cache.extend("forgotten", total)
+        total = total + inputs.cache.state.get("forgotten", 0.0)
+        inputs.cache.state["forgotten"] = total[..., -1:]
+        return inputs.cache.extend("forgotten", total)

@@ -1,4 +1,4 @@
-"""Long short-term memory (Hochreiter & Schmidhuber 1997): the recurrent yardstick, in place of a whole block."""
+"""Long short-term memory (Hochreiter & Schmidhuber 1997): the recurrent baseline, in place of a whole block."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tra.attention.shared.base import Mechanism, check_masks
+from tra.attention.shared.base import Mechanism
 from tra.attention.shared.cache import LayerCache
+from tra.attention.shared.inputs import check_masks
 
 
 class LongShortTermMemory(Mechanism):
-    """One layer, projected back to d_model; its width is such that it has the parameters of attention and MLP together.
+    """One layer, projected back to d_model. Its width gives it as many parameters as attention and MLP together.
 
     Args:
         d_model: Width of the input and the output.
         dropout: Rate on the hidden state that is read, in training.
-        n_heads, n_kv_heads, qk_norm, rotary, rope_theta: Here for the common signature; they mean nothing to it.
+        n_heads, n_kv_heads, qk_norm, rotary, rope_theta, fuse_projections: For the common signature only.
     """
 
     replaces_mlp: ClassVar[bool] = True
@@ -35,6 +36,7 @@ class LongShortTermMemory(Mechanism):
         rotary: bool | None = None,
         rope_theta: float = 0.0,
         dropout: float = 0.0,
+        fuse_projections: bool = False,
     ) -> None:
         super().__init__()
         if qk_norm or rotary:
@@ -43,7 +45,7 @@ class LongShortTermMemory(Mechanism):
             raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
         self.dropout = dropout
         self.recurrence = nn.LSTM(d_model, matching_width(d_model), batch_first=True)
-        self.out = nn.Linear(self.recurrence.hidden_size, d_model)
+        self.o_proj = nn.Linear(self.recurrence.hidden_size, d_model)
 
     def forward(
         self,
@@ -52,7 +54,7 @@ class LongShortTermMemory(Mechanism):
         cache: LayerCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """`[B, T, d_model]` -> the same. The cache holds the state; padding leaves it as it is."""
+        """`[B, T, d_model]` -> the same. The cache holds the state; padding doesn't change it."""
         if document_ids is not None:
             raise ValueError("lstm reads one document per row: document_ids are for attention")
         past = 0 if cache is None else cache.length
@@ -67,25 +69,28 @@ class LongShortTermMemory(Mechanism):
             read, (hidden, cell) = self._without_padding(x, key_mask[:, past:], state)
         if cache is not None:
             cache.advance(x.shape[1], hidden=hidden, cell=cell)
-        return self.out(F.dropout(read, self.dropout, self.training))
+        return self.o_proj(F.dropout(read, self.dropout, self.training))
 
     def _without_padding(
         self, x: Tensor, real: Tensor, state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Real tokens are moved to the front, run, and moved back."""
+        """Run real tokens alone: move them to the front, and their outputs back."""
         order = (~real).int().argsort(dim=1, stable=True)
         lengths = real.sum(1)
         front = x.gather(1, order[..., None].expand_as(x))
         packed = pack_padded_sequence(front, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
         read, new = self.recurrence(packed, state)
         read, _ = pad_packed_sequence(read, batch_first=True, total_length=x.shape[1])
-        some = (lengths > 0)[None, :, None]  # rows of padding alone keep their state
+        has_tokens = (lengths > 0)[None, :, None]  # rows of padding alone keep their state
         old = state if state is not None else tuple(torch.zeros_like(y) for y in new)
-        hidden, cell = (torch.where(some, y, z) for y, z in zip(new, old, strict=True))
+        hidden, cell = (torch.where(has_tokens, y, z) for y, z in zip(new, old, strict=True))
         return read.gather(1, order.argsort(dim=1)[..., None].expand_as(read)), (hidden, cell)
 
 
 def matching_width(d_model: int) -> int:
-    """The h with 4 h (d + h) + 8 h for the gates and h d + d for the projection nearest to a block's 10 d² + 7 d."""
+    """Return the width h whose number of parameters is nearest to a block's, 10 d² + 7 d.
+
+    Gates have 4 h (d + h) + 8 h, the projection has h d + d.
+    """
     linear = 5 * d_model + 8
     return round((-linear + (linear**2 + 16 * (10 * d_model**2 + 6 * d_model)) ** 0.5) / 8)

@@ -1,4 +1,4 @@
-"""No positions at all (Kazemnejad et al. 2023): causal softmax attention, which can count by itself."""
+"""No positions at all (Kazemnejad et al. 2023): causal softmax attention, which can learn to count tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from tra.attention.shared.base import Attention, Given, softmax_attention
+from tra.attention.shared.base import Attention
+from tra.attention.shared.inputs import AttentionInputs, softmax_attention
 
 
 class NoPositionAttention(Attention):
@@ -14,5 +15,5 @@ class NoPositionAttention(Attention):
 
     takes_key_lengths: ClassVar[bool] = True
 
-    def attend(self, given: Given) -> Tensor:
-        return softmax_attention(given, self.dropout_now)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        return softmax_attention(inputs, self.dropout_now)

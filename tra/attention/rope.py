@@ -8,6 +8,6 @@ from tra.attention.nope import NoPositionAttention
 
 
 class RotaryAttention(NoPositionAttention):
-    """Softmax attention whose queries and keys are rotated by an angle that grows with place. See `Attention`."""
+    """Softmax attention whose queries and keys are rotated by an angle that grows with position. See `Attention`."""
 
     default_rotary: ClassVar[bool] = True

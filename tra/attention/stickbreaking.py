@@ -6,22 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention.shared.base import Given, scores, seen
+from tra.attention.shared.inputs import AttentionInputs, scores, visible_keys
 from tra.attention.shared.row_blocks import DenseAttention
 from tra.ops.running_sums import sum_from_the_right
 
 
 class StickBreakingAttention(DenseAttention):
-    """`A_ij = σ(S_ij) Π (1 - σ(S_ik))`, over keys k between j and i; the token itself takes the rest. See `Attention`.
+    """`A_ij = σ(S_ij) Π (1 - σ(S_ik))`, over keys k between j and i; the rest goes to the token itself.
 
-    As in the authors' models: a query doesn't score its own key, and the remainder goes to its own value.
+    As in the authors' models, a query doesn't score its own key. See `Attention`.
     """
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        """The logarithms of the weights."""
-        content = scores(given, rows)
-        own = torch.arange(content.shape[-1], device=content.device) == (given.past + rows)[:, None]
-        earlier = seen(given, rows) & ~own
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        """Return the logarithms of the weights."""
+        content = scores(inputs, rows)
+        own = torch.arange(content.shape[-1], device=content.device) == (inputs.past + rows)[:, None]
+        earlier = visible_keys(inputs, rows) & ~own
         taken = F.logsigmoid(content)
         left = (taken - content).masked_fill(~earlier, 0.0)  # log(1 - σ(S))
         nearer = sum_from_the_right(left) - left

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra import unknown_name
-from tra.attention.shared.base import NORM_EPS, Attention, Given, is_plain
-from tra.attention.shared.cache import LayerCache, StaticLayerCache
+from tra.attention.shared.base import NORM_EPS, Attention
 from tra.attention.shared.forget_gate import ForgetGate
+from tra.attention.shared.fusing import check_not_overridden
+from tra.attention.shared.inputs import AttentionInputs
 from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
@@ -26,8 +27,8 @@ from tra.ops.softmax import softmax_or_nothing
 from tra.ops.stop_bound import log_rest
 from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
 
-PARTS = ("given", "heads", "projected", "log_forget", "attend")
-"""Methods that one operator stands for in training."""
+FUSED_METHODS = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
+"""Methods that the fused operator doesn't call."""
 
 
 class ThresholdRelativeAttention(Attention):
@@ -36,7 +37,7 @@ class ThresholdRelativeAttention(Attention):
     Args:
         gate_bias: Initial bias of the forget gate. At 0 a head of width 64 forgets after some 37 kept keys.
         threshold: A key stays when its scaled score is above it.
-        tolerance: Largest relative weight an early stop may leave out; None is what rounding hides anyway.
+        tolerance: Largest relative weight an early stop may leave out; None is what rounding loses in any case.
         impl: Implementation of the operator, see `tra.threshold_relative_attention`.
         options: See `Attention`; queries and keys are normalised by default.
     """
@@ -65,15 +66,17 @@ class ThresholdRelativeAttention(Attention):
             raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
         self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
         if self.gated:
-            self.gate = ForgetGate(d_model, n_heads, gate_bias)
+            self.gate = ForgetGate(d_model, n_heads, gate_bias, fused=self.fuse_projections)
+        if self.fuse_projections:
+            check_not_overridden(self, ThresholdRelativeAttention, FUSED_METHODS)
 
     @property
     def score_bound(self) -> float | None:
-        """After the norm no score exceeds √D, but for the rounding of bf16."""
+        """The largest score after the norm: √D, and what rounding to bf16 adds."""
         return math.sqrt(self.head_width) * (1 + 2**-7) if self.qk_norm else None
 
     def log_forget(self, x: Tensor) -> Tensor:
-        """δ, `[B, T, d_model]` -> `[B, H, T]`."""
+        """Return δ, `[B, T, d_model]` -> `[B, H, T]`."""
         if self.gated:
             return self.gate(x)
         return x.new_zeros(
@@ -89,59 +92,50 @@ class ThresholdRelativeAttention(Attention):
             "tolerance": self.tolerance,
         }
 
-    def forward(
-        self,
-        x: Tensor,
-        key_mask: Tensor | None = None,
-        cache: LayerCache | StaticLayerCache | None = None,
-        document_ids: Tensor | None = None,
-    ) -> Tensor:
-        """See `Attention`. In plain training all up to the output's projection is one operator."""
-        if key_mask is None and cache is None and document_ids is None and self._is_one_operator(x):
-            self._check(x)
-            gates = (self.gate.weight, self.gate.bias) if self.gated else ()
-            weights = Weights(self.query.weight, self.key.weight, self.value.weight, *gates)
-            x = x.to(layer_dtype(x))
-            out = attention_of_projections(x, weights, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
-            return self.out(out.transpose(1, 2).flatten(2))
-        return super().forward(x, key_mask, cache, document_ids)
+    def check_parts(self) -> None:
+        super().check_parts()
+        check_not_overridden(self, ThresholdRelativeAttention, FUSED_METHODS)
 
-    def _is_one_operator(self, x: Tensor) -> bool:
-        """Where a graph is made, the kernels can be had, and nobody has put something else in the place of a part."""
-        layers = [self.query, self.key, self.value]
-        if not (torch.is_grad_enabled() and self.qk_norm and not self.rotary):
-            return False
-        if not takes_projections(x.device, layer_dtype(x), self.head_width, self.impl):
-            return False
-        if any(getattr(type(self), name) is not getattr(ThresholdRelativeAttention, name) for name in PARTS):
-            return False
-        if any(name in vars(self) for name in PARTS) or (self.gated and type(self.gate) is not ForgetGate):
-            return False
-        if not (is_cast(x) or all(layer.weight.dtype == x.dtype for layer in layers)):
-            return False
-        return all(is_plain(layer) for layer in [*layers, *([self.gate] if self.gated else [])])
+    def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
+        """See `Attention`. In fused training without masks, projections, norm, gate and attention are one operator."""
+        fused = self.fuse_projections and torch.is_grad_enabled() and all(value is None for value in context)
+        if not (fused and self._fits_operator(x)):
+            return super().project_and_attend(x, *context)
+        self._check_width(x)
+        gates = (self.gate.linear.weight, self.gate.linear.bias) if self.gated else ()
+        weights = Weights(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, *gates)
+        x = x.to(layer_dtype(x))
+        return attention_of_projections(x, weights, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
 
-    def attend(self, given: Given) -> Tensor:
+    def _fits_operator(self, x: Tensor) -> bool:
+        """Return whether the operator of the kernels computes what this layer does, on this device and dtype."""
+        if not self.qk_norm or self.rotary:
+            return False
+        if not (is_cast(x) or all(y.weight.dtype == x.dtype for y in (self.q_proj, self.k_proj, self.v_proj))):
+            return False  # PyTorch raises an error for products of different dtypes
+        return takes_projections(x.device, layer_dtype(x), self.head_width, self.impl)
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
         options = self._options | {"impl": self.impl}
-        query, key, value, log_forget = given.query, given.key, given.value, self.log_forget(given.x)
-        if given.document_ids is None:
+        query, key, value, log_forget = inputs.query, inputs.key, inputs.value, self.log_forget(inputs.x)
+        if inputs.document_ids is None:
             return threshold_relative_attention(
-                query, key, value, log_forget, key_mask=given.key_mask, key_lengths=given.key_lengths, **options
+                query, key, value, log_forget, key_mask=inputs.key_mask, key_lengths=inputs.key_lengths, **options
             )
         # [B, H, T, ·] -> [B T, H, ·]: rows become further documents of one packed row
         query, key, value, log_forget = (y.transpose(1, 2).flatten(0, 1) for y in (query, key, value, log_forget))
-        ends = _document_ends(given.document_ids)
+        ends = _document_ends(inputs.document_ids)
         out = threshold_relative_attention_varlen(query, key, value, log_forget, ends, **options)
-        return out.unflatten(0, (given.x.shape[0], -1)).transpose(1, 2)
+        return out.unflatten(0, (inputs.x.shape[0], -1)).transpose(1, 2)
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        last = (given.past + rows)[None].expand(given.query.shape[0], -1)
-        log_forget = self.log_forget(given.x)[:, :, rows]
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        last = (inputs.past + rows)[None].expand(inputs.query.shape[0], -1)
+        log_forget = self.log_forget(inputs.x)[:, :, rows]
         found = reference_map(
-            given.query[:, :, rows],
-            given.key,
+            inputs.query[:, :, rows],
+            inputs.key,
             log_forget,
-            Visible(torch.zeros_like(last), last, given.key_mask),
+            Visible(torch.zeros_like(last), last, inputs.key_mask),
             scale=self.head_width**-0.5,
             threshold=self.threshold,
         )
@@ -152,50 +146,50 @@ class ThresholdRelativeAttention(Attention):
 
     @torch.no_grad()
     def reach(self, x: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
-        """How many tokens back queries `rows` `[R]` look until the rest provably doesn't count: `[B, H, R]`.
+        """Return how many tokens back queries `rows` `[R]` read before the rest provably doesn't count: `[B, H, R]`.
 
         Args:
             x: The layer's input, `[B, T, d_model]`, without padding.
             logits: Those of the rows, as in `attention_map`.
         """
-        given = self.given(x)
-        longest = given.key.norm(dim=-1).amax(-1).repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)
-        bound = (given.query[:, :, rows].norm(dim=-1) * longest[..., None] * self.head_width**-0.5)[..., None]
+        inputs = self.prepare_inputs(x)
+        longest = inputs.key.norm(dim=-1).amax(-1).repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)
+        bound = (inputs.query[:, :, rows].norm(dim=-1) * longest[..., None] * self.head_width**-0.5)[..., None]
         if self.score_bound is not None:
             bound = torch.full_like(bound, self.score_bound)
         tolerance = default_tolerance(logits.dtype) if self.tolerance is None else self.tolerance
         log_forget = self.log_forget(x)[:, :, rows, None].expand_as(logits)
         kept = (logits > -torch.inf).to(logits.dtype).flip(-1).cumsum(-1).flip(-1)  # from j up to the query
-        weighed = logits.flip(-1).logcumsumexp(-1).flip(-1)
-        left = torch.arange(logits.shape[-1], device=x.device, dtype=logits.dtype).expand_as(logits)  # keys before j
-        done = log_rest(log_forget, kept, left, bound) <= weighed + math.log(max(tolerance, 1e-300))
-        done |= left == 0
-        done &= left <= rows[:, None]
-        nearest = torch.where(done, left, -1.0).amax(-1)
+        log_mass = logits.flip(-1).logcumsumexp(-1).flip(-1)
+        older = torch.arange(logits.shape[-1], device=x.device, dtype=logits.dtype).expand_as(logits)  # keys before j
+        can_stop = log_rest(log_forget, kept, older, bound) <= log_mass + math.log(max(tolerance, 1e-300))
+        can_stop |= older == 0
+        can_stop &= older <= rows[:, None]
+        nearest = torch.where(can_stop, older, -1.0).amax(-1)
         return rows - nearest + 1
 
     @torch.no_grad()
     def statistics(self, x: Tensor, key_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """What each head does with an input `[B, T, d_model]`, over real queries: tensors `[H]`.
+        """Return statistics of each head on input `[B, T, d_model]`, over real queries: tensors `[H]`.
 
         Returns:
             `kept`: the fraction of visible keys kept; `null`: the fraction of rows that keep none;
             `log_forget`: the mean of δ.
         """
-        given, log_forget = self.given(x, key_mask), self.log_forget(x)
-        kept = attention_map(given.query, given.key, log_forget, threshold=self.threshold, key_mask=key_mask).kept
+        inputs, log_forget = self.prepare_inputs(x, key_mask), self.log_forget(x)
+        kept = attention_map(inputs.query, inputs.key, log_forget, threshold=self.threshold, key_mask=key_mask).kept
         real = torch.ones_like(x[..., 0], dtype=torch.bool) if key_mask is None else key_mask
-        seen = real[:, None].expand(-1, x.shape[1], -1).tril() & real[..., None]  # [B, Tq, Tk]
+        visible = real[:, None].expand(-1, x.shape[1], -1).tril() & real[..., None]  # [B, Tq, Tk]
         rows = real[:, None]
         return {
-            "kept": (kept & seen[:, None]).sum((0, 2, 3)) / seen.sum(),
+            "kept": (kept & visible[:, None]).sum((0, 2, 3)) / visible.sum(),
             "null": (~kept.any(-1) & rows).sum((0, 2)) / rows.sum(),
             "log_forget": (log_forget * rows).sum((0, 2)) / rows.sum(),
         }
 
 
 def _document_ends(document_ids: Tensor) -> Tensor:
-    """`[B T + 1]` int32: where documents start, then the total, repeated: a shape that no data changes."""
+    """Return where documents start, then the total, repeated: `[B T + 1]` int32, a shape independent of data."""
     number = document_numbers(document_ids)
     starts = F.pad(number.diff(dim=1) != 0, (1, 0), value=True).flatten()
     total = starts.numel()

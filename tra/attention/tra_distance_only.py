@@ -1,4 +1,4 @@
-"""TRA's second half without the first: no threshold, so distance is plain, times the gate of the query."""
+"""TRA's second half without the first: no threshold, so distance counts all keys, times the gate of the query."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention.shared.base import Given, key_places, seen
 from tra.attention.shared.flex import ScoreFunction
-from tra.attention.shared.gated import Factors, GatedAttention
+from tra.attention.shared.gated import BiasFactors, GatedAttention
+from tra.attention.shared.inputs import AttentionInputs, key_positions, visible_keys
 
 
 class DistanceOnlyAttention(GatedAttention):
@@ -20,24 +20,24 @@ class DistanceOnlyAttention(GatedAttention):
 
     default_qk_norm: ClassVar[bool] = True
 
-    def factors(self, given: Given) -> Factors:
-        of_query = self.gate(given.x)
-        return Factors(of_query, -key_places(given)[:, None].to(of_query.dtype))
+    def bias_factors(self, inputs: AttentionInputs) -> BiasFactors:
+        log_forget = self.gate(inputs.x)
+        return BiasFactors(log_forget, -key_positions(inputs)[:, None].to(log_forget.dtype))
 
-    def logit_function(self, given: Given) -> ScoreFunction:
-        log_forget = self.gate(given.x)
+    def logit_function(self, inputs: AttentionInputs) -> ScoreFunction:
+        log_forget = self.gate(inputs.x)
 
         def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score + log_forget[batch, head, query] * (query - key + 1)
 
         return logit
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        bias = self.gate(given.x)[:, :, rows, None] * distances(given, rows)
-        return (super().logits(given, rows) + bias).masked_fill(~seen(given, rows), -torch.inf)
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        bias = self.gate(inputs.x)[:, :, rows, None] * distances(inputs, rows)
+        return (super().logits(inputs, rows) + bias).masked_fill(~visible_keys(inputs, rows), -torch.inf)
 
 
-def distances(given: Given, rows: Tensor) -> Tensor:
-    """`[B or 1, 1, R, Tk]`: tokens from a key up to the query, both counted."""
-    place = key_places(given)[:, None]
-    return place[:, :, given.past + rows, None] - place[:, :, None] + 1
+def distances(inputs: AttentionInputs, rows: Tensor) -> Tensor:
+    """Return the number of tokens from a key up to the query, both included, `[B or 1, 1, R, Tk]`."""
+    position = key_positions(inputs)[:, None]
+    return position[:, :, inputs.past + rows, None] - position[:, :, None] + 1

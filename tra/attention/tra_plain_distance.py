@@ -1,4 +1,4 @@
-"""TRA with the threshold, but a distance that counts all keys, also those that left."""
+"""TRA with the threshold, but a distance that counts all keys, also those below the threshold."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tra.attention.shared.base import Given, scores, seen
 from tra.attention.shared.flex import ScoreFunction
 from tra.attention.shared.gated import GatedAttention
+from tra.attention.shared.inputs import AttentionInputs, scores, visible_keys
 from tra.attention.tra_distance_only import distances
 
 
@@ -29,8 +29,8 @@ class PlainDistanceAttention(GatedAttention):
         super().__init__(d_model, n_heads, n_kv_heads, **options)
         self.threshold = threshold
 
-    def logit_function(self, given: Given) -> ScoreFunction:
-        log_forget, threshold = self.gate(given.x), self.threshold
+    def logit_function(self, inputs: AttentionInputs) -> ScoreFunction:
+        log_forget, threshold = self.gate(inputs.x), self.threshold
 
         def logit(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             bias = log_forget[batch, head, query] * (query - key + 1)
@@ -38,8 +38,8 @@ class PlainDistanceAttention(GatedAttention):
 
         return logit
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        content = scores(given, rows)
-        kept = seen(given, rows) & ~(content <= self.threshold)  # a NaN must show
-        biased = content + self.gate(given.x)[:, :, rows, None] * distances(given, rows)
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        content = scores(inputs, rows)
+        kept = visible_keys(inputs, rows) & ~(content <= self.threshold)  # a NaN must show
+        biased = content + self.gate(inputs.x)[:, :, rows, None] * distances(inputs, rows)
         return torch.where(kept, biased, -torch.inf)

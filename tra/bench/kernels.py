@@ -88,10 +88,10 @@ def trained_inputs(run: RunFolder, tokens: Tensor) -> Inputs:
     found: list[tuple[Tensor, ...]] = []
 
     def look(layer: Any, given: tuple[Tensor, ...]) -> None:
-        seen = layer.given(given[0])
+        seen = layer.prepare_inputs(given[0])
         found.append((seen.query, seen.key, seen.value, layer.log_forget(given[0])))
 
-    hooks = [block.get_submodule("attention").register_forward_pre_hook(look) for block in model.blocks]
+    hooks = [block.get_submodule("self_attn").register_forward_pre_hook(look) for block in model.layers]
     with torch.no_grad():
         model.hidden(tokens)
     for hook in hooks:

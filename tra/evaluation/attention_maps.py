@@ -137,7 +137,7 @@ def attend(
     model.eval()
     indices = torch.arange(*rows)
     with matmul_precision("highest"):
-        inputs = model.attention_inputs(sequence.tokens[None].to(model.embedding.weight.device))
+        inputs = model.attention_inputs(sequence.tokens[None].to(model.embed_tokens.weight.device))
         groups = indices.to(inputs[0][1].device).split(max(1, MAX_CELLS // length))
         maps = [[_map_of_rows(*inputs[layer], group, keys, heads) for group in groups] for layer in layers]
     weights, content, distances, null = (

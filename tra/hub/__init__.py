@@ -1,4 +1,4 @@
-"""The decoder as a model of transformers. Importing this makes it known to AutoConfig, AutoModel and so on."""
+"""The decoder as a model of transformers. Importing this package registers it with AutoConfig, AutoModel and so on."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""Caches of transformers, growing and static, as what a decoder takes for a cache.
+"""Adapters that make transformers' caches, growing and static, caches of a decoder.
 
-An adapter lives for one pass. Keys, values and lengths stay in transformers' own objects, so that whatever transformers
-does with those (beam search, cropping, offloading) is done to all there is.
+An adapter lives for one pass. Keys, values and lengths stay in transformers' own objects, so that beam search, cropping
+and offloading work on all of them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from transformers import Cache as TransformersCache
 from transformers.cache_utils import StaticLayer
 
 from tra.attention import MECHANISMS, Cache, LayerCache
-from tra.attention.shared.cache import Held, _check_no_grad
-from tra.model import DecoderConfig
+from tra.attention.shared.cache import CacheView, check_no_grad
+from tra.hub.config import TRAConfig
 
 
 def adapt(
-    cache: TransformersCache, config: DecoderConfig, x: Tensor, attention_mask: Tensor | None
+    cache: TransformersCache, config: TRAConfig, x: Tensor, attention_mask: Tensor | None
 ) -> tuple[Cache, Tensor | None]:
-    """A decoder's cache around `cache` for new tokens x `[B, T, d_model]`, and the mask to hand to the decoder."""
+    """Return a decoder's cache around `cache` for new tokens x `[B, T, d_model]`, and the mask for the decoder."""
     mechanism, kind = config.mechanism, MECHANISMS[config.mechanism]
     if not isinstance(cache, TransformersCache):
         raise ValueError(f"past_key_values must be a Cache of transformers, got a {type(cache).__name__}")
@@ -30,22 +30,23 @@ def adapt(
             "use_cache=False"
         )
     if not is_static(cache):
-        return GrowingCache(cache, config.n_layers), real_keys(
+        return GrowingCache(cache, config.num_hidden_layers), real_keys(
             attention_mask, x.shape[0], cache.get_seq_length() + x.shape[1]
         )
     if not kind.takes_key_lengths:
         raise ValueError(f"{mechanism} can't use a static cache: generate with a dynamic one")
-    return FixedCache(cache, config.n_layers, x, attention_mask), None
+    return FixedCache(cache, config.num_hidden_layers, x, attention_mask), None
 
 
 def is_static(cache: TransformersCache) -> bool:
+    """Return whether transformers' cache has buffers of a fixed size."""
     return bool(cache.layers) and isinstance(cache.layers[0], StaticLayer)
 
 
 def real_keys(attention_mask: Tensor | None, batch: int, most: int, least: int | None = None) -> Tensor | None:
-    """A mask as bool, its shape checked: `[batch, least..most]`.
+    """Return a mask as bool, after checking its shape: `[batch, least..most]`.
 
-    None where all is real, which is faster. That takes a look at the device, so a compiled graph doesn't.
+    None if it hides no token, which is faster. That reads the mask from the device, so a compiled graph doesn't check.
     """
     if attention_mask is None:
         return None
@@ -68,10 +69,10 @@ class GrowingCache(Cache):
 
 
 class HubLayerCache(LayerCache):
-    """One layer of it, for one pass. Mechanisms take it as their cache, also in the model of someone else.
+    """One layer of a growing cache, for one pass. It serves a mechanism as cache, also in a model that isn't TRA's.
 
     Args:
-        cache: What transformers hands on as `past_key_values`.
+        cache: The `past_key_values` of transformers.
         index: Number of the layer.
     """
 
@@ -82,15 +83,14 @@ class HubLayerCache(LayerCache):
         self.length = cache.get_seq_length(index)
         self._cache, self._index = cache, index
 
-    def take(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Held:
-        return Held(*self._cache.update(key, value, self._index), key_mask, None)
+    def add(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> CacheView:
+        return CacheView(*self._cache.update(key, value, self._index), key_mask, None)
 
 
 class FixedCache(Cache):
-    """A `StaticCache`: tokens stand where they came, padding included, and only the device knows how many there are.
+    """A `StaticCache`: tokens are stored in their order, padding included, and only the device knows their number.
 
-    So the mask is over slots, and the decoder isn't told of it. The first tokens of all are another matter: they need
-    not look at what is free.
+    So the mask is over slots, and the decoder receives none. The first tokens read only their own slots, not free ones.
     """
 
     def __init__(self, cache: TransformersCache, n_layers: int, x: Tensor, attention_mask: Tensor | None) -> None:
@@ -99,30 +99,30 @@ class FixedCache(Cache):
         self.is_first = isinstance(start, int)  # nothing is allocated yet
         if x.device.type == "cpu" and not torch.compiler.is_compiling() and int(start) + new > capacity:
             raise ValueError(f"a static cache of {capacity:,} tokens can't take {new:,} more after {int(start):,}")
-        slots = start + torch.arange(new, device=x.device)[None]  # not a view of the cache's own count, which moves on
+        slots = start + torch.arange(new, device=x.device)[None]  # a copy: the cache changes its own count
         self.key_lengths = None if self.is_first else (slots[:, -1] + 1).expand(batch)
-        self.places, self.key_mask = slots, real_keys(attention_mask, batch, capacity, new)
+        self.positions, self.key_mask = slots, real_keys(attention_mask, batch, capacity, new)
         if self.key_mask is not None:
-            # Free slots are told by their number; a negative width cuts off those that the first tokens don't see.
+            # key_lengths hides free slots; a negative width cuts off those that the first tokens don't see.
             width = new if self.is_first else capacity
             self.key_mask = F.pad(self.key_mask, (0, width - self.key_mask.shape[1]), value=True)
-            self.places = (self.key_mask.long().cumsum(-1) - 1).clamp(min=0).gather(1, slots.expand(batch, -1))
+            self.positions = (self.key_mask.long().cumsum(-1) - 1).clamp(min=0).gather(1, slots.expand(batch, -1))
         self.layers = [FixedLayer(cache, index, self) for index in range(n_layers)]
 
 
 class FixedLayer(LayerCache):
-    """One layer of it."""
+    """One layer of a static cache."""
 
     def __init__(self, cache: TransformersCache, index: int, whole: FixedCache) -> None:
         super().__init__()
         self._cache, self._index, self._whole = cache, index, whole
 
-    def places(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        return self._whole.places
+    def positions(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        return self._whole.positions
 
-    def take(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Held:
-        _check_no_grad(key, value)
+    def add(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> CacheView:
+        check_no_grad(key, value)
         keys, values = self._cache.update(key, value, self._index)
         if self._whole.is_first:
             keys, values = (buffer[:, :, : key.shape[2]] for buffer in (keys, values))
-        return Held(keys, values, self._whole.key_mask, self._whole.key_lengths)
+        return CacheView(keys, values, self._whole.key_mask, self._whole.key_lengths)

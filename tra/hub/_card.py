@@ -1,4 +1,4 @@
-"""The model card of an exported run: what it is, how it did, how to load it, where it came from."""
+"""The model card of an exported run: description, results, how to load it, origin."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens={new})[0]))
 
 
 def model_card(run: RunFolder, name: str, parameters: int, example: str, new: int) -> str:
-    """Markdown with a YAML header.
+    """Return the card as Markdown with a YAML header.
 
     Args:
-        name: Of the exported folder.
-        parameters: How many the model has.
+        name: Name of the exported folder.
+        parameters: Number of parameters.
         example: A prompt.
-        new: Tokens that answer it.
+        new: Number of tokens of its answer.
     """
     config = run.config()
     model = config.model
@@ -57,7 +57,7 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str, new: in
         HEADER.format(mechanism=model.mechanism),
         f"# {name}\n",
         f"A decoder with {NAMES[model.mechanism]}: {model.n_layers} layers, {model.n_heads} heads, width "
-        f"{model.d_model}, {parameters:,} parameters. Trained on {_learnt(config)}: {config.train.steps:,} steps of "
+        f"{model.d_model}, {parameters:,} parameters. Trained on {_data_text(config)}: {config.train.steps:,} steps of "
         f"{config.train.batch_size} sequences, seed {config.train.seed}.\n",
         *_results(run),
         LOAD.format(folder=name, example=example, new=new),
@@ -66,7 +66,7 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str, new: in
     return "\n".join(parts)
 
 
-def _learnt(config: RunConfig) -> str:
+def _data_text(config: RunConfig) -> str:
     task = config.task.build()
     if isinstance(task, Text):
         data = "Alice's Adventures in Wonderland" if task.data is None else f"the text {Path(task.data).name!r}"
@@ -97,7 +97,7 @@ def _perplexities(row: dict[str, Any]) -> list[str]:
 
 
 def _origin(run: RunFolder) -> list[str]:
-    """Versions and commits of training, and of this export."""
+    """Return versions and commits of training and export, and the config."""
     sessions = []
     if run.environment_file.is_file():
         sessions = json.loads(run.environment_file.read_text())["sessions"]

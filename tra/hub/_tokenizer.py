@@ -1,4 +1,4 @@
-"""What a run reads and writes, as a tokenizer that AutoTokenizer loads."""
+"""A run's tokenizer, in the form that AutoTokenizer loads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tra.text.task import Text
 from tra.text.tokenizer import Gpt2Tokenizer, Tokenizer, byte_alphabet
 
 SEPARATOR = "<|endoftext|>"
-"""Stands before each document, and so ends the one before."""
+"""Stands before each document, and so marks the end of the one before."""
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-"""Parts that symbols of tasks play, where a task has them."""
+"""Roles of special tokens, and the symbols of tasks that have them."""
 
 
 def run_tokenizer(task: Task, files: Path | None = None) -> PreTrainedTokenizerFast:
-    """Of a task's symbols, or of a language model's text; GPT-2's files are looked for as in `load_tokenizer`."""
+    """Return the tokenizer of a task's symbols or of a language model's text; `files` as in `load_tokenizer`."""
     if isinstance(task, Text):
         return _text_tokenizer(load_tokenizer(task.tokenizer, files))
     return _symbol_tokenizer(task)
@@ -37,21 +37,21 @@ def _text_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         library = Library(models.BPE(byte_alphabet(), []))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
-    # As everywhere here, "<|endoftext|>" in a text is text: only its id separates.
-    made = PreTrainedTokenizerFast(
+    # "<|endoftext|>" in a text is text, as everywhere in this package: only its id separates documents.
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=library, padding_side="left", split_special_tokens=True, **dict.fromkeys(SPECIAL, SEPARATOR)
     )
-    assert made.eos_token_id == tokenizer.separator
-    return made
+    assert fast.eos_token_id == tokenizer.separator
+    return fast
 
 
 def _symbol_tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """As `task.render` writes sequences: symbols with spaces between, or without."""
+    """Return a tokenizer of what `task.render` writes: symbols with spaces between, or without."""
     library: Any = Library(models.WordLevel({symbol: index for index, symbol in enumerate(task.vocabulary)}))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if " " not in task.render(torch.tensor([0, 1])):
-        each = pre_tokenizers.Split(Regex("."), "isolated")
-        library.pre_tokenizer = pre_tokenizers.Sequence([library.pre_tokenizer, each])
+        characters = pre_tokenizers.Split(Regex("."), "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence([library.pre_tokenizer, characters])
         library.decoder = decoders.Fuse()
-    special = {part: symbol for part, symbol in SPECIAL.items() if symbol in task.vocabulary}
+    special = {role: symbol for role, symbol in SPECIAL.items() if symbol in task.vocabulary}
     return PreTrainedTokenizerFast(tokenizer_object=library, padding_side="left", **special)

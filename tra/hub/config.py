@@ -1,4 +1,4 @@
-"""`DecoderConfig` under the names that transformers uses, and a folder's pointer to this package."""
+"""`DecoderConfig` under transformers' names, and the module that points a saved folder to this package."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tra.config import convert_json
 from tra.model import DecoderConfig
 
 FORMAT = 1
-"""Of what a config and its weights mean. A newer one is refused, not guessed at."""
+"""Version of configs and weights. A newer one raises an error."""
 
 POINTER = Path(__file__).with_name("modeling_tra.py")
-"""A module that leads from a saved folder to this package."""
+"""A module, copied to saved folders, that imports this package."""
 
 AUTO_MAP = {
     "AutoConfig": "modeling_tra.TRAConfig",
@@ -27,7 +27,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_tra.TRAForCausalLM",
 }
 
-THEIR_NAMES = {
+HUB_NAMES = {
     "d_model": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -37,7 +37,7 @@ THEIR_NAMES = {
 
 
 class TRAConfig(PreTrainedConfig):
-    """Everything that shapes a decoder, see `tra.DecoderConfig`, and what only transformers asks for."""
+    """Everything that shapes a decoder, see `tra.DecoderConfig`, and fields that only transformers reads."""
 
     model_type: ClassVar[str] = "tra"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -58,11 +58,13 @@ class TRAConfig(PreTrainedConfig):
     gate_bias: float = 0.0
     rope_theta: float = 500_000.0
     cope_positions: int = 64
+    fuse_projections: bool = False
+    """Off, unlike in a decoder, so that adapters work: see `tra.attention.Attention`."""
 
     tie_word_embeddings: bool = False
-    """The head is the embedding. A decoder of this package has one of its own."""
+    """Whether the head's weight is the embedding's. In a decoder of this package it is not."""
     use_cache: bool = True
-    """Off for mechanisms whose cache holds more than keys and values, which caches of transformers don't."""
+    """Off for mechanisms whose cache holds more than keys and values, as transformers' caches can't."""
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -81,25 +83,28 @@ class TRAConfig(PreTrainedConfig):
         self.use_cache = self.use_cache and not MECHANISMS[decoder.mechanism].caches_more
 
     def to_decoder(self) -> DecoderConfig:
-        """The same in this package's words, checked."""
+        """Return the decoder's config, checked."""
         hints = typing.get_type_hints(DecoderConfig)
-        their = {field.name: THEIR_NAMES.get(field.name, field.name) for field in dataclasses.fields(DecoderConfig)}
+        hub = {field.name: HUB_NAMES.get(field.name, field.name) for field in dataclasses.fields(DecoderConfig)}
         return DecoderConfig(
-            **{name: convert_json(getattr(self, theirs), hints[name], theirs) for name, theirs in their.items()}
+            **{name: convert_json(getattr(self, ours), hints[name], ours) for name, ours in hub.items()}
         )
 
     @classmethod
     def from_decoder(cls, decoder: DecoderConfig, **options: Any) -> TRAConfig:
-        """Of a decoder; `options` are the fields that only transformers asks for."""
-        return cls(
-            **{THEIR_NAMES.get(name, name): value for name, value in dataclasses.asdict(decoder).items()} | options
-        )
+        """Return the config of a decoder, with `fuse_projections` off.
+
+        Args:
+            options: Fields that only transformers reads, and `fuse_projections`.
+        """
+        values = {HUB_NAMES.get(name, name): value for name, value in dataclasses.asdict(decoder).items()}
+        return cls(**values | {"fuse_projections": False} | options)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write config.json, and beside it the module that it names."""
+        """Write config.json, and the module that it names."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(POINTER, folder / POINTER.name)
@@ -107,4 +112,4 @@ class TRAConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing to do: a saved folder points to this package, and holds no copy of its code."""
+        """Do nothing: a saved folder points to this package and holds no copy of its code."""

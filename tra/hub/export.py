@@ -1,4 +1,4 @@
-"""A trained run becomes a folder that transformers loads: weights, tokenizer, model card; all of it or nothing."""
+"""Export a trained run as a folder that transformers loads: weights, tokenizer, model card; all of it or nothing."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tra.tasks import Task, generator
 from tra.text.prepare import NoSpaceError
 from tra.text.task import Text
 
-FILES = re.compile(
+EXPORT_FILES = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|modeling_tra\.py|tokenizer(_config)?\.json|special_tokens_map\.json|README\.md"
 )
-"""What an export may hold: a folder with anything else in it is not replaced."""
+"""Names of an export's files. A folder with any other file is not replaced."""
 
 
 def export_run(
     run: RunFolder, folder: str | Path, *, overwrite: bool = False, tokenizer_files: Path | None = None
 ) -> TRAForCausalLM:
-    """Write `folder`, and give back the model that it holds.
+    """Write a run's model to `folder` and return it.
 
     Args:
         run: A run that has ended.
-        folder: Where the model goes.
-        overwrite: Replace an exported model that is there.
-        tokenizer_files: Where GPT-2's files are, see `load_tokenizer`.
+        folder: The folder to write.
+        overwrite: Replace an exported model in `folder`.
+        tokenizer_files: The folder of GPT-2's files, see `load_tokenizer`.
     """
     target = Path(folder).resolve()
     _check_target(target, overwrite)
@@ -56,21 +56,21 @@ def export_run(
         "pad_token_id": tokenizer.pad_token_id,
     }
     model = TRAForCausalLM.from_decoder(decoder, **special)
-    beyond = list(range(len(tokenizer), model.config.vocab_size))  # a language model's ids are rounded up
+    unused_ids = list(range(len(tokenizer), model.config.vocab_size))  # a language model's vocabulary is rounded up
     model.generation_config = GenerationConfig(
-        **special, suppress_tokens=beyond or None, use_cache=model.config.use_cache
+        **special, suppress_tokens=unused_ids or None, use_cache=model.config.use_cache
     )
     try:
-        with locked_folder_beside(target, "exporting", "written") as temporary, _quiet():
-            made = temporary / "made"
-            model.save_pretrained(made)
-            tokenizer.save_pretrained(made)
-            (made / "README.md").write_text(model_card(run, target.name, model.num_parameters(), *_prompt(task)))
-            _flush(made)
-            _check_target(target, overwrite)  # it may have come since
+        with locked_folder_beside(target, "exporting", "written") as temporary, _no_progress_bar():
+            written = temporary / "made"
+            model.save_pretrained(written)
+            tokenizer.save_pretrained(written)
+            (written / "README.md").write_text(model_card(run, target.name, model.num_parameters(), *_prompt(task)))
+            _flush(written)
+            _check_target(target, overwrite)  # another process may have written it since
             if target.exists():
                 target.rename(temporary / "replaced")
-            made.rename(target)
+            written.rename(target)
     except SafetensorError as error:
         raise ValueError(f"{folder} can't be written: {error}") from None
     except OSError as error:
@@ -83,6 +83,7 @@ def export_run(
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
+    """Raise a ValueError if `folder` may not be written."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     try:
@@ -93,25 +94,25 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         is_ours = False
     if not is_ours:
         raise ValueError(f"{folder} is not an exported model, so it is not overwritten")
-    if others := [path.name for path in sorted(folder.iterdir()) if not FILES.fullmatch(path.name)]:
+    if others := [path.name for path in sorted(folder.iterdir()) if not EXPORT_FILES.fullmatch(path.name)]:
         raise ValueError(f"{folder} is not only an exported model ({others[0]} is in it), so it is not overwritten")
     if not overwrite:
         raise ValueError(f"{folder} exists already: use --overwrite to replace it")
 
 
 def _prompt(task: Task) -> tuple[str, int]:
-    """Something to continue, up to the first place at which an answer is due, and how many tokens that has."""
+    """Return a prompt, up to the first position whose answer is scored, and the number of tokens of the answer."""
     if isinstance(task, Text):
         return "Alice was", 16
     batch = task.sample(task.splits[0], 1, generator(0, "prompt"))
-    due = batch.loss_mask[0].int()
-    first = int(due.argmax())
-    return task.render(batch.tokens[0, : first + 1]), int(due[first:].cumprod(0).sum())
+    scored = batch.loss_mask[0].int()
+    first = int(scored.argmax())
+    return task.render(batch.tokens[0, : first + 1]), int(scored[first:].cumprod(0).sum())
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without a bar for the one file of weights."""
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the progress bar of saving, which has one step."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -122,7 +123,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _flush(folder: Path) -> None:
-    """All of it to the disk, before it takes its place; weights as readable as the rest, which they aren't at first."""
+    """Flush all files to the disk, and make weights as readable as the other files, which safetensors doesn't do."""
     for path in (*folder.iterdir(), folder):
         if path.suffix == ".safetensors":
             path.chmod((folder / "config.json").stat().st_mode)

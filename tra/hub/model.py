@@ -18,24 +18,25 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from tra.attention import Mechanism
-from tra.attention.shared.forget_gate import ForgetGate
 from tra.hub._cache import adapt, real_keys
 from tra.hub.config import TRAConfig
-from tra.model import Decoder
+from tra.model import RENAMED_PARAMETERS, Decoder, check_tokens, run_layers
 from tra.runs import write_atomically
 
-LONGEST_MAP = 4096
-"""Tokens up to which attention maps, `[B, H, T, T]` per layer, are given."""
+MAX_MAP_TOKENS = 4096
+"""Largest number of tokens for which attention maps, `[B, H, T, T]` per layer, are returned."""
 
 LOSS_ARGUMENTS = {"num_items_in_batch", "ignore_index", "shift_labels"}
-IGNORED = {"cache_position", "token_type_ids", "tokenizer"}
-"""What `generate` and tokenizers hand on to any model, and says nothing to this one."""
-DIGESTS = "weights_sha256"
-"""Key of config.json: the digest of each file of weights beside it."""
+IGNORED_ARGUMENTS = {"cache_position", "token_type_ids", "tokenizer"}
+"""Arguments that `generate` and tokenizers pass to any model; this one doesn't use them."""
+HUB_RENAMED_PARAMETERS = {r"\bdecoder\.": ""} | RENAMED_PARAMETERS
+"""Former names of parameters and their names now, see `tra.model.RENAMED_PARAMETERS`."""
+DIGESTS_KEY = "weights_sha256"
+"""Key of config.json: digests of the weights' files in the same folder."""
 
 
 class TRAPreTrainedModel(PreTrainedModel):
-    """What both models share."""
+    """Loading, saving and initialisation, for both models."""
 
     config_class = TRAConfig
     config: TRAConfig
@@ -44,7 +45,7 @@ class TRAPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 - so transformers declares it
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _can_compile_fullgraph = True
-    # Mechanisms have kernels of their own, and don't go through transformers' choice of attention.
+    # Mechanisms have kernels of their own and don't use transformers' attention interface.
     _supports_sdpa = False
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -54,68 +55,65 @@ class TRAPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Self:
-        """See transformers. Weights are read from safetensors alone: no pickle is ever opened."""
+        """See transformers. Weights are read from safetensors only, never from pickles.
+
+        Folders with former names of parameters load too, and are saved under the names now.
+        """
         if kwargs.pop("use_safetensors", None) is False:
             raise ValueError("weights are read from safetensors alone, so use_safetensors can't be False")
+        key_mapping = HUB_RENAMED_PARAMETERS | (kwargs.pop("key_mapping", None) or {})
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
             _check_weights(Path(pretrained_model_name_or_path) / kwargs.get("subfolder", ""))
         try:
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, use_safetensors=True, **kwargs)
+            loaded = super().from_pretrained(
+                pretrained_model_name_or_path, *args, use_safetensors=True, key_mapping=key_mapping, **kwargs
+            )
         except SafetensorError as error:
             raise ValueError(f"the weights in {pretrained_model_name_or_path} can't be read: {error}") from None
-        config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
-        vars(config).pop(DIGESTS, None)  # they are the files', not the model's
+        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
+        vars(model.config).pop(DIGESTS_KEY, None)  # digests are of the files, not of the model
         return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """See transformers. config.json also tells the digests of the weights, by which damage shows later."""
+        """See transformers. config.json also holds digests of the weights, so that loading detects damage."""
+        kwargs.setdefault("save_original_format", False)  # which would bring back former names of parameters
         super().save_pretrained(save_directory, *args, **kwargs)
         folder, file = Path(save_directory), Path(save_directory) / "config.json"
         if file.is_file():
             digests = {path.name: _digest(path) for path in sorted(folder.glob("model*.safetensors"))}
-            written = json.loads(file.read_text()) | {DIGESTS: digests}
+            written = json.loads(file.read_text()) | {DIGESTS_KEY: digests}
             write_atomically(file, json.dumps(written, indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing to do: a saved folder points to this package, and holds no copy of its code."""
+        """Do nothing: a saved folder points to this package and holds no copy of its code."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """What no checkpoint gave is as a new decoder has it. transformers calls this for every module of the tree."""
+        """Initialise a module as in a new decoder. transformers calls this for every module of the model."""
         if isinstance(module, Mechanism):
-            fresh = self._new_decoder().blocks[0].get_submodule("attention")
+            fresh = self._new_decoder().layers[0].get_submodule("self_attn")
             for name, own in (*fresh.named_parameters(recurse=False), *fresh.named_buffers(recurse=False)):
                 init.copy_(getattr(module, name), own)
         elif isinstance(module, nn.Embedding):
-            init.copy_(module.weight, self._new_decoder(module.num_embeddings).embedding.weight)
+            init.copy_(module.weight, self._new_decoder(module.num_embeddings).embed_tokens.weight)
         elif isinstance(module, nn.Linear | nn.RMSNorm | nn.LSTM):
             module.reset_parameters()
-            if isinstance(module, ForgetGate):
-                init.constant_(module.bias, self.config.gate_bias)
 
     def _new_decoder(self, vocab_size: int = 1) -> Decoder:
         return Decoder(dataclasses.replace(self.config.to_decoder(), n_layers=1, vocab_size=vocab_size))
 
 
 class TRAModel(TRAPreTrainedModel):
-    """From tokens to what a head reads."""
+    """From tokens to hidden states: embeddings, layers and the last norm."""
 
     _keys_to_ignore_on_load_unexpected = ["lm_head.weight"]  # noqa: RUF012 - in a language model's folder
 
     def __init__(self, config: TRAConfig) -> None:
         super().__init__(config)
-        self.decoder = Decoder(config.to_decoder())
-        del self.decoder.head  # that of the language model is its own
+        decoder = Decoder(config.to_decoder())
+        self.embed_tokens, self.layers, self.norm = decoder.embed_tokens, decoder.layers, decoder.norm
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        assert isinstance(value, nn.Embedding)
-        self.decoder.embedding = value
-        self.decoder.config = dataclasses.replace(self.decoder.config, vocab_size=value.num_embeddings)
 
     def get_decoder(self) -> nn.Module:
         return self
@@ -131,24 +129,24 @@ class TRAModel(TRAPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `[B, T, hidden_size]`, after the last norm.
+        """Return hidden states `[B, T, hidden_size]`, after the last norm.
 
         Args:
             input_ids: `[B, T]`, or
             inputs_embeds: `[B, T, hidden_size]` in their place.
-            attention_mask: `[B, cached + T]`, 0 at padding, which may stand anywhere. Places count real tokens. What
-                comes out at padding means nothing.
-            past_key_values: A `DynamicCache` or `StaticCache`, which takes the new tokens.
-            use_cache: Make a cache where none is given; by default in evaluation, if the config says so.
-            output_hidden_states: Also the input of every block; the last is what comes out.
-            output_attentions: Also every layer's weights `[B, H, T, T]`, worked out beside the fast path, without
+            attention_mask: `[B, cached + T]`, 0 at padding, which may stand anywhere. Positions count real tokens.
+                Outputs at padding have no meaning.
+            past_key_values: A `DynamicCache` or `StaticCache`; the new tokens are added.
+            use_cache: Make a cache if none is given; by default in evaluation, if the config says so.
+            output_hidden_states: Also return the input of every layer, and the output.
+            output_attentions: Also return every layer's weights `[B, H, T, T]`, computed beside the fast path, without
                 gradients. Not with a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
-            self.decoder._check(input_ids)
-            inputs_embeds = self.decoder.embedding(input_ids)
+            check_tokens(input_ids, self.embed_tokens.num_embeddings)
+            inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = (
@@ -163,20 +161,20 @@ class TRAModel(TRAPreTrainedModel):
         if past_key_values is None:
             cache, key_mask = None, real_keys(attention_mask, inputs_embeds.shape[0], inputs_embeds.shape[1])
         else:
-            cache, key_mask = adapt(past_key_values, self.decoder.config, inputs_embeds, attention_mask)
+            cache, key_mask = adapt(past_key_values, self.config, inputs_embeds, attention_mask)
         states: list[Any] = []
         maps: list[Any] = []
 
-        def each(block: Any, x: Tensor, *others: Any) -> Tensor:
+        def call_layer(layer: Any, x: Tensor, *others: Any) -> Tensor:
             if output_hidden_states:
                 states.append(x)
             if output_attentions:
-                maps.append(block.attention.attention_map(block.attention_norm(x), key_mask).weights)
-            if self.gradient_checkpointing and self.training and cache is None:  # which would take its tokens twice
-                return self._gradient_checkpointing_func(block.__call__, x, *others)
-            return block(x, *others)
+                maps.append(layer.self_attn.attention_map(layer.input_layernorm(x), key_mask).weights)
+            if self.gradient_checkpointing and self.training and cache is None:  # a cache would add its tokens twice
+                return self._gradient_checkpointing_func(layer.__call__, x, *others)
+            return layer(x, *others)
 
-        hidden: Any = self.decoder.through(inputs_embeds, key_mask, cache, each=each)
+        hidden: Any = run_layers(inputs_embeds, self.layers, self.norm, key_mask, cache, call_layer=call_layer)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
@@ -188,7 +186,8 @@ class TRAModel(TRAPreTrainedModel):
 class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
     """The language model."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.decoder.embedding.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
 
     def __init__(self, config: TRAConfig) -> None:
         super().__init__(config)
@@ -200,20 +199,19 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, **options: Any) -> Self:
-        """A decoder's weights, copied; `options` as in `TRAConfig.from_decoder`."""
+        """Return a model with a copy of a decoder's weights; `options` as in `TRAConfig.from_decoder`."""
         if options.get("tie_word_embeddings"):
             raise ValueError("a decoder has a head of its own, which can't be tied")
         model = cls(TRAConfig.from_decoder(decoder.config, **options))
         tensors = decoder.state_dict()
-        head = tensors.pop("head.weight")
         model.load_state_dict(
-            {f"model.decoder.{name}": tensor for name, tensor in tensors.items()} | {"lm_head.weight": head}
+            {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in tensors.items()}
         )
         return model.eval()
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            init.copy_(module.weight, self._new_decoder(module.out_features).head.weight)
+            init.copy_(module.weight, self._new_decoder(module.out_features).lm_head.weight)
         else:
             super()._init_weights(module)
 
@@ -231,11 +229,11 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits `[B, T, vocab_size]` of the next token, and their loss where labels are given.
+        """Return logits `[B, T, vocab_size]` of the next token, and their loss if labels are given.
 
         Args:
             labels: `[B, T]`, the tokens themselves: they are shifted here. -100 doesn't count.
-            logits_to_keep: The last so many positions, 0 for all; or positions `[P]`, or `[B, P]` per row, or a bool
+            logits_to_keep: Number of last positions, 0 for all; or positions `[P]`, or `[B, P]` per row, or a bool
                 mask `[B, T]`, whose logits come flat.
             kwargs: Arguments of the loss, such as `num_items_in_batch`.
 
@@ -252,7 +250,7 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             return_dict=True,
         )
-        logits = self.lm_head(_kept(out.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(_select_positions(out.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             if kwargs.get("shift_labels") is None and labels.shape != logits.shape[:-1]:
@@ -271,14 +269,14 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         *, attention_mask: Tensor | None, past_key_values: Cache, **_others: Any
     ) -> Tensor | None:
-        """With a static cache, `generate` asks for a mask whose shape no step changes: one over all slots."""
+        """Return a mask over all slots of a static cache, whose shape doesn't change from step to step."""
         if attention_mask is None:
             return None
         free = past_key_values.get_max_length() - attention_mask.shape[1]
         return nn.functional.pad(attention_mask, (0, free), value=1)
 
 
-def _kept(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+def _select_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     if isinstance(logits_to_keep, int):
         return hidden[:, -logits_to_keep:] if logits_to_keep else hidden
     if logits_to_keep.ndim == 2 and logits_to_keep.dtype != torch.bool:
@@ -287,16 +285,20 @@ def _kept(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 
 def _check_map(tokens: int, cache: Cache | None) -> None:
+    """Raise a ValueError if attention maps of these tokens can't be returned."""
     if cache is not None:
         raise ValueError("output_attentions is for whole sequences, not with a cache: use_cache=False")
-    if tokens > LONGEST_MAP:
-        raise ValueError(f"output_attentions holds whole maps, so up to {LONGEST_MAP:,} tokens, got {tokens:,}")
+    if tokens > MAX_MAP_TOKENS:
+        raise ValueError(f"output_attentions holds whole maps, so up to {MAX_MAP_TOKENS:,} tokens, got {tokens:,}")
 
 
 def _check_others(kwargs: dict[str, Any]) -> None:
-    others = [name for name, value in kwargs.items() if value is not None and name not in LOSS_ARGUMENTS | IGNORED]
+    """Raise a ValueError for arguments that this model doesn't take."""
+    others = [
+        name for name, value in kwargs.items() if value is not None and name not in LOSS_ARGUMENTS | IGNORED_ARGUMENTS
+    ]
     if "position_ids" in others:
-        raise ValueError("position_ids can't be given: places count the real tokens of attention_mask")
+        raise ValueError("position_ids can't be given: positions count the real tokens of attention_mask")
     if others:
         raise ValueError(f"unexpected arguments: {', '.join(others)}")
 
@@ -307,18 +309,20 @@ def _digest(file: Path) -> str:
 
 
 def _check_weights(folder: Path) -> None:
-    """A folder without weights, with pickles alone, or with other weights than were saved, is told as such."""
+    """Raise a ValueError if a folder has no weights, only pickles, or other weights than were saved."""
     if not folder.is_dir():
         return
     if any(folder.glob("model*.safetensors")):
         try:
-            digests = json.loads((folder / "config.json").read_text()).get(DIGESTS) or {}
+            digests = json.loads((folder / "config.json").read_text()).get(DIGESTS_KEY) or {}
         except (OSError, ValueError, AttributeError):
-            return  # transformers says what is wrong with it
+            return  # transformers raises an error for it
         for name, digest in digests.items():
             file = folder / name
             if file.is_file() and _digest(file) != digest:
-                raise ValueError(f"{file} is damaged or exchanged: its contents don't match {DIGESTS} in config.json")
+                raise ValueError(
+                    f"{file} is damaged or exchanged: its contents don't match {DIGESTS_KEY} in config.json"
+                )
         return
     pickles = sorted(path.name for ending in ("bin", "pt", "pth", "pkl") for path in folder.glob(f"*.{ending}"))
     if pickles:

@@ -1,4 +1,4 @@
-"""Leads from a saved model to the package that it needs."""
+"""Imports the package that a saved model needs."""
 
 try:
     from tra.hub import TRAConfig, TRAForCausalLM, TRAModel

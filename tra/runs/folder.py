@@ -93,7 +93,7 @@ class RunFolder:
 
     def load_model(self, device: torch.device | str = "cpu") -> Decoder:
         """Return the trained decoder, in float32 and evaluation mode."""
-        from tra.model import Decoder
+        from tra.model import Decoder, rename_parameters
         from tra.training.checkpoint import DamagedError, load_tensors
 
         config = self.config()
@@ -104,5 +104,5 @@ class RunFolder:
         except DamagedError as error:
             raise ValueError(str(error)) from None
         model = Decoder(config.model)
-        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        model.load_state_dict({name: tensor.float() for name, tensor in rename_parameters(tensors).items()})
         return model.to(device).eval()

@@ -43,7 +43,7 @@ def loss_and_right(model: Decoder, batch: Batch, count: Tensor) -> tuple[Tensor,
         return masked_cross_entropy(logits, targets, loss_mask, count), logits.detach().argmax(-1) == targets
     row_weights = loss_mask.flatten().float() / count
     ids = targets.flatten().masked_fill(~loss_mask.flatten(), 0)
-    scored = linear_cross_entropy(model.hidden(tokens).flatten(0, 1), model.head.weight, ids, row_weights)
+    scored = linear_cross_entropy(model.hidden(tokens).flatten(0, 1), model.lm_head.weight, ids, row_weights)
     return scored.loss, scored.right.view_as(targets)
 
 
@@ -71,5 +71,5 @@ def cross_entropy_by_token(model: Decoder, hidden: Tensor, targets: Tensor) -> T
     """
     ids = targets.flatten()
     no_weights = torch.zeros(len(ids), device=hidden.device)  # the weighted sum is not needed
-    scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.head.weight.float(), ids, no_weights)
+    scored = linear_cross_entropy(hidden.flatten(0, 1).float(), model.lm_head.weight.float(), ids, no_weights)
     return scored.losses.view_as(targets)

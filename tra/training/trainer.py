@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tra.config import RunConfig
-from tra.model import Decoder
+from tra.model import Decoder, rename_parameters
 from tra.runs import RunFolder, read_rows, write_rows
 from tra.tasks import Batch, Task, stream_seed
 from tra.training.checkpoint import State, load_checkpoint, save_checkpoint
@@ -258,8 +258,10 @@ class Trainer:
         if state is None:
             return
 
+        tensors = rename_parameters(state.tensors)
+
         def part(prefix: str) -> dict[str, Tensor]:
-            return {key.removeprefix(prefix): value for key, value in state.tensors.items() if key.startswith(prefix)}
+            return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
         self.model.load_state_dict(part("model."))
         if state.step > 0:

@@ -1,4 +1,4 @@
-"""What all mechanisms share: projections, the norm and rotation of queries and keys, the cache, masks and the map."""
+"""The base of all mechanisms: projections, norm and rotation of queries and keys, the cache and the attention map."""
 
 from __future__ import annotations
 
@@ -7,49 +7,31 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 
 from tra.attention.shared.cache import LayerCache, StaticLayerCache
-from tra.attention.shared.forget_gate import ForgetGate
-from tra.attention.shared.positions import document_numbers, places
-from tra.attention.shared.rotation import rotate_by_place
+from tra.attention.shared.forget_gate import ForgetGate, GateLinear
+from tra.attention.shared.fusing import check_plain, one_product_is_best
+from tra.attention.shared.inputs import AttentionInputs, check_masks, scores, visible_keys
+from tra.attention.shared.positions import positions
+from tra.attention.shared.rotation import rotate_by_position
 
 NORM_EPS = 1e-6
-"""Of the norm of queries and keys."""
-
-
-class Given(NamedTuple):
-    """What a mechanism works on. Queries stand at the end of the keys."""
-
-    x: Tensor  # [B, Tq, d_model]
-    query: Tensor  # [B, H, Tq, D], normalised and rotated if the mechanism does so
-    key: Tensor  # [B, Hkv, Tk, D]
-    value: Tensor  # [B, Hkv, Tk, D]
-    key_mask: Tensor | None  # [B, Tk]
-    document_ids: Tensor | None  # [B, Tq]
-    cache: Any  # a LayerCache, or what serves as one; None
-    prepared: Tensor | None = None  # what a mechanism worked out once for all rows
-    key_lengths: Tensor | None = None  # [B]: keys there are, where slots are free; for those who `take_key_lengths`
-
-    @property
-    def past(self) -> int:
-        assert self.key_lengths is None
-        return self.key.shape[2] - self.query.shape[2]
+"""Added to mean squares in the norm of queries and keys."""
 
 
 class WeightMap(NamedTuple):
-    """What some queries make of all keys, each `[B, H, rows, Tk]`."""
+    """How queries weigh all keys, each `[B, H, rows, Tk]`."""
 
     weights: Tensor
-    """What a value is multiplied with; 0 where a key is not seen."""
+    """Factors of the values; 0 where a key is not visible."""
     content: Tensor
-    """The scaled product of query and key before position enters."""
+    """Scaled products of query and key, before position enters."""
     logits: Tensor
-    """What orders the keys in the end, content and position together; -inf where a key is not seen, or dropped."""
+    """What orders the keys in the end, content and position together; -inf where a key is not visible, or dropped."""
 
 
 class Mechanism(nn.Module):
-    """What the decoder knows of a mechanism."""
+    """What the decoder needs to know of a mechanism."""
 
     config_fields: ClassVar[tuple[str, ...]] = ()
     """Arguments of the mechanism's own: fields of `DecoderConfig` of the same name, or "layer", the layer's number."""
@@ -58,9 +40,9 @@ class Mechanism(nn.Module):
     orders_by_content: ClassVar[bool] = True
     """Without position, the order of its keys would be that of its content scores."""
     replaces_mlp: ClassVar[bool] = False
-    """It takes the place of a whole block, not of its attention alone."""
+    """It replaces a whole block, not the block's attention alone."""
     takes_key_lengths: ClassVar[bool] = False
-    """It can look at the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
+    """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
     caches_more: ClassVar[bool] = False
     """Its cache holds more than keys and values."""
 
@@ -68,7 +50,7 @@ class Mechanism(nn.Module):
         raise ValueError(f"{type(self).__name__} has no attention map")
 
     @staticmethod
-    def mark_input(x: Tensor, place: Tensor) -> Tensor:
+    def mark_input(x: Tensor, position: Tensor) -> Tensor:
         """Add positions `[B or 1, T]` to embeddings `[B, T, d_model]`, where a mechanism `marks_input`."""
         raise NotImplementedError
 
@@ -76,16 +58,19 @@ class Mechanism(nn.Module):
 class Attention(Mechanism):
     """Causal self-attention with everything but the mechanism.
 
-    A mechanism overrides `attend`, the fast path, and `logits` and `weigh`, from which its attention map comes.
+    A mechanism overrides `attend`, the fast path, and `logits` and `weigh`, which its attention map is computed from.
 
     Args:
         d_model: Width of the input and the output.
         n_heads: Query heads; their width is `d_model / n_heads`.
         n_kv_heads: Key and value heads, each shared by `n_heads / n_kv_heads` query heads; n_heads by default.
         qk_norm: RMS-normalise queries and keys, without a learned scale; None is the mechanism's published choice.
-        rotary: Rotate queries and keys by their place; None is the mechanism's published choice.
+        rotary: Rotate queries and keys by their position; None is the mechanism's published choice.
         rope_theta: Base of the rotation's wavelengths.
         dropout: Rate on the attention weights, in training.
+        fuse_projections: In training, multiply by the weights of projections and gate themselves where that is
+            faster, in place of calling them as modules. With an adapter, hook or other module in their place, a
+            training step then raises a ValueError.
     """
 
     default_qk_norm: ClassVar[bool] = False
@@ -101,6 +86,7 @@ class Attention(Mechanism):
         rotary: bool | None = None,
         rope_theta: float = 500_000.0,
         dropout: float = 0.0,
+        fuse_projections: bool = False,
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -121,10 +107,11 @@ class Attention(Mechanism):
         if self.rotary and self.head_width % 2:
             raise ValueError(f"rotation needs an even head width, got {self.head_width}")
         self.dropout = dropout
-        self.query = nn.Linear(d_model, d_model, bias=False)
-        self.key = nn.Linear(d_model, n_kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(d_model, n_kv_heads * self.head_width, bias=False)
-        self.out = nn.Linear(d_model, d_model)
+        self.fuse_projections = fuse_projections
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * self.head_width, bias=False)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * self.head_width, bias=False)
+        self.o_proj = nn.Linear(d_model, d_model)
 
     def forward(
         self,
@@ -137,51 +124,66 @@ class Attention(Mechanism):
 
         Args:
             key_mask: `[B, cached + T]` bool, False at padding, which may stand anywhere.
-            cache: Holds the keys and values of earlier tokens, and takes those of the new ones.
+            cache: Holds the keys and values of earlier tokens; those of the new ones are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
         """
-        out = self.attend(self.given(x, key_mask, cache, document_ids))
-        return self.out(out.transpose(1, 2).flatten(2))
+        if self.fuse_projections and torch.is_grad_enabled():
+            self.check_parts()
+        out = self.project_and_attend(x, key_mask, cache, document_ids)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def given(
+    def check_parts(self) -> None:
+        """Raise a ValueError if a part that fusing may skip is not the plain module that the layer made."""
+        for name in ("q_proj", "k_proj", "v_proj"):
+            check_plain(name, getattr(self, name))
+        if (gate := getattr(self, "gate", None)) is not None:
+            check_plain("gate", gate, ForgetGate)
+            check_plain("gate.linear", gate.linear, GateLinear)
+
+    def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
+        """Return what `o_proj` reads, `[B, H, T, D]`; `context` is the rest of the arguments of `forward`."""
+        return self.attend(self.prepare_inputs(x, *context))
+
+    def prepare_inputs(
         self,
         x: Tensor,
         key_mask: Tensor | None = None,
         cache: LayerCache | StaticLayerCache | None = None,
         document_ids: Tensor | None = None,
-    ) -> Given:
-        """Queries of the new tokens, keys and values of all."""
+    ) -> AttentionInputs:
+        """Return queries of the new tokens, keys and values of all tokens, and their masks."""
         past = 0 if cache is None else cache.length
-        self._check(x)
+        self._check_width(x)
         check_masks(x, key_mask, past, document_ids)
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids are for packed training rows and don't go with a cache")
-        query, key, value = self.heads(x)
+        query, key, value = self.project_heads(x)
         if self.rotary:
-            place = places(x, key_mask, past) if cache is None else cache.places(x, key_mask)
-            query, key = rotate_by_place((query, key), place, self.rope_theta)
+            position = positions(x, key_mask, past) if cache is None else cache.positions(x, key_mask)
+            query, key = rotate_by_position((query, key), position, self.rope_theta)
         key_lengths = None
         if cache is not None:
-            key, value, key_mask, key_lengths = cache.take(key, value, key_mask)
+            key, value, key_mask, key_lengths = cache.add(key, value, key_mask)
             if key_lengths is not None and not self.takes_key_lengths:
                 raise ValueError(f"{type(self).__name__} can't use a static cache: decode with a growing one")
-        return Given(x, query, key, value, key_mask, document_ids, cache, key_lengths=key_lengths)
+        return AttentionInputs(x, query, key, value, key_mask, document_ids, cache, key_lengths=key_lengths)
 
-    def _check(self, x: Tensor) -> None:
-        if x.ndim != 3 or x.shape[2] != self.query.in_features:
-            raise ValueError(f"x must be [B, T, {self.query.in_features}], got {tuple(x.shape)}")
+    def _check_width(self, x: Tensor) -> None:
+        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
+            raise ValueError(f"x must be [B, T, {self.q_proj.in_features}], got {tuple(x.shape)}")
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, before position."""
-        query, key, value = self.projected(x)
-        if self.qk_norm:  # before heads move to the front: a compiler reads and writes them once, where they lie
+    def project_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, normalised but not rotated."""
+        query, key, value = self.project(x)
+        if self.qk_norm:  # before heads move to the front: a compiler reads and writes them once, in their own layout
             query, key = (F.rms_norm(y, (self.head_width,), eps=NORM_EPS).to(value.dtype) for y in (query, key))
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as projected, `[B, T, heads, D]`."""
-        layers = (self.query, self.key, self.value)
-        if one_product_is_best(x) and all(is_plain(layer) for layer in layers):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as projected, `[B, T, heads, D]`."""
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        if self.fuse_projections and one_product_is_best(x):
+            self.check_parts()
             joint = F.linear(x, torch.cat([layer.weight for layer in layers]))
             query, key, value = joint.split([layer.out_features for layer in layers], dim=-1)
         else:
@@ -192,111 +194,34 @@ class Attention(Mechanism):
 
     @property
     def dropout_now(self) -> float:
+        """The dropout rate of the current mode: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
-    def attend(self, given: Given) -> Tensor:
-        """`[B, H, Tq, D]`: what the queries read."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Return what the queries read, `[B, H, Tq, D]`."""
         raise NotImplementedError
 
-    def logits(self, given: Given, rows: Tensor) -> Tensor:
-        """`[B, H, rows, Tk]`: what is normalised over keys, for queries `rows` `[R]`; -inf where none is to be seen."""
-        return scores(given, rows).masked_fill(~seen(given, rows), -torch.inf)
+    def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        """Return what `weigh` normalises over keys, for queries `rows` `[R]`: `[B, H, R, Tk]`, -inf at hidden keys."""
+        return scores(inputs, rows).masked_fill(~visible_keys(inputs, rows), -torch.inf)
 
     def weigh(self, logits: Tensor) -> Tensor:
-        """Logits to weights."""
+        """Turn logits into weights."""
         return logits.softmax(-1)
 
     @torch.no_grad()
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
-        """Weights, content scores and logits of queries `rows` `[R]`, all by default, over an input `[B, T, d_model]`.
+        """Return weights, content scores and logits of an input `[B, T, d_model]`, for queries `rows` `[R]` or all.
 
-        Computed without autocast. Memory is `B · H · rows · T`, so ask for few rows of a long input.
+        Computed without autocast. Memory is `B · H · R · T`, so ask for few rows of a long input.
         """
         with torch.autocast(x.device.type, enabled=False):
-            given = self.given(x, key_mask)
+            inputs = self.prepare_inputs(x, key_mask)
             rows = torch.arange(x.shape[1], device=x.device) if rows is None else rows
-            query, key, _ = self.heads(x)
-            logits = self.logits(given, rows)
-            return WeightMap(self.weigh(logits), self.content(given._replace(query=query, key=key), rows), logits)
+            query, key, _ = self.project_heads(x)
+            logits = self.logits(inputs, rows)
+            return WeightMap(self.weigh(logits), self.content(inputs._replace(query=query, key=key), rows), logits)
 
-    def content(self, given: Given, rows: Tensor) -> Tensor:
-        """`[B, H, rows, Tk]`: scores of queries and keys that don't know their place."""
-        return scores(given, rows)
-
-
-def one_product_is_best(x: Tensor) -> bool:
-    """In compiled training on a GPU, where it takes 1 to 3 % less of a step, and some memory."""
-    return x.is_cuda and torch.is_grad_enabled() and torch.compiler.is_compiling()
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether to call a projection is to multiply by its weight: no subclass, adapter, hook, or odd kind of weight."""
-    if type(layer) is not ForgetGate and (type(layer) is not nn.Linear or layer.bias is not None):
-        return False
-    of_all = modules._global_forward_hooks, modules._global_forward_pre_hooks
-    of_all_backward = modules._global_backward_hooks, modules._global_backward_pre_hooks
-    its_own = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any((*of_all, *of_all_backward, *its_own)) or "forward" in vars(layer):
-        return False
-    return all(type(weight) in (nn.Parameter, Tensor) for weight in (layer.weight, layer.bias) if weight is not None)
-
-
-def check_masks(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None) -> None:
-    """Whether masks fit x `[B, T, d_model]`, which follows `past` cached tokens."""
-    expected = (x.shape[0], past + x.shape[1])
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != expected):
-        raise ValueError(
-            f"key_mask must be bool of shape {expected} (cached and new tokens), "
-            f"got {key_mask.dtype} {tuple(key_mask.shape)}"
-        )
-    if document_ids is not None:
-        if document_ids.shape != x.shape[:2]:
-            raise ValueError(f"document_ids must be {tuple(x.shape[:2])}, got {tuple(document_ids.shape)}")
-        if key_mask is not None:
-            raise ValueError("give either key_mask or document_ids: padding between documents takes its own id")
-
-
-def key_places(given: Given) -> Tensor:
-    """`[B or 1, Tk]`: places of all keys."""
-    return places(given.key, given.key_mask, 0, given.document_ids)
-
-
-def seen(given: Given, rows: Tensor) -> Tensor:
-    """`[B or 1, 1, rows, Tk]` bool: the keys that queries `rows` may look at. Padding sees itself: no row is empty."""
-    index = torch.arange(given.key.shape[2], device=given.key.device)
-    if given.key_lengths is None:
-        own = (rows + given.past)[:, None]
-    else:  # queries of padding may stand before the first key
-        own = (rows + given.key_lengths[:, None] - given.query.shape[2]).clamp(min=0)[..., None]
-    visible = (index <= own).expand(1 if own.ndim == 2 else -1, -1, -1)
-    if given.key_mask is not None:
-        visible = visible & (given.key_mask[:, None] | (index == own))
-    if given.document_ids is not None:
-        number = document_numbers(given.document_ids)
-        visible = visible & (number[:, rows, None] == number[:, None])
-    return visible[:, None]
-
-
-def scores(given: Given, rows: Tensor) -> Tensor:
-    """`[B, H, rows, Tk]` scaled products in float32 (float64 for float64), whatever autocast says."""
-    dtype = torch.float64 if given.query.dtype == torch.float64 else torch.float32
-    with torch.autocast(given.query.device.type, enabled=False):
-        query = given.query[:, :, rows].to(dtype)
-        key = given.key.to(dtype).repeat_interleave(query.shape[1] // given.key.shape[1], dim=1)
-        return query @ key.mT * given.query.shape[-1] ** -0.5  # [B, H, R, D] @ [B, H, D, Tk]
-
-
-def softmax_attention(given: Given, dropout: float, *, scale: float | None = None) -> Tensor:
-    """Causal `scaled_dot_product_attention`, with padding and documents."""
-    query, key, value = given.query, given.key, given.value
-    grouped = query.shape[1] != key.shape[1]
-    n_queries, n_keys = query.shape[2], key.shape[2]
-    plainly_causal = given.key_mask is None and given.document_ids is None and given.key_lengths is None
-    if plainly_causal and n_queries in (1, n_keys):
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=n_queries > 1, scale=scale, enable_gqa=grouped
-        )
-    mask = seen(given, torch.arange(n_queries, device=query.device))
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
-    )
+    def content(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        """Return scores of queries and keys without position, `[B, H, R, Tk]`."""
+        return scores(inputs, rows)

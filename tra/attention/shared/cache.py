@@ -1,7 +1,7 @@
 """KV caches, growing and static. Most mechanisms keep keys and values alone; some add a number per key, or a state.
 
-A decoder tells its cache when a pass begins and ends; a layer asks it for the places of the new tokens, and hands it
-their keys and values for all that it holds. Whatever does that can be a decoder's cache.
+A decoder calls `begin` before its layers run and `end` after. A layer asks its cache for the positions of the new
+tokens, adds their keys and values, and receives all that are stored. Any object with these methods can be a cache.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tra.attention.shared.positions import places
+from tra.attention.shared.positions import positions
 
 
-class Held(NamedTuple):
-    """What a layer has to look at, new tokens included."""
+class CacheView(NamedTuple):
+    """The keys and values that a layer attends to, new tokens included."""
 
     key: Tensor  # [B, Hkv, Tk, D]
     value: Tensor  # [B, Hkv, Tk, Dv]
     key_mask: Tensor | None  # [B, Tk]
-    key_lengths: Tensor | None  # [B]: slots in use, where not all are; the new tokens are the last of those
+    key_lengths: Tensor | None  # [B]: slots in use, if not all are; the new tokens are the last of them
 
 
 class LayerCache:
@@ -29,48 +29,49 @@ class LayerCache:
     def __init__(self) -> None:
         self.length = 0
         self.state: dict[str, Tensor] = {}
-        """What a mechanism carries from token to token."""
+        """Tensors that a mechanism carries from token to token."""
         self._buffers: dict[str, Tensor] = {}
 
-    def places(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """`[B or 1, T]`: places of the new tokens `[B, T, d_model]` among real ones."""
-        return places(x, key_mask, self.length)
+    def positions(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Return the positions of the new tokens `[B, T, d_model]` among real ones, `[B or 1, T]`."""
+        return positions(x, key_mask, self.length)
 
-    def take(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Held:
-        """Add keys and values of the new tokens, which `key_mask` `[B, cached + T]` covers too."""
-        return Held(*self.append(key, value), key_mask, None)
+    def add(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> CacheView:
+        """Add keys and values of the new tokens, which `key_mask` `[B, cached + T]` includes."""
+        return CacheView(*self.append(key, value), key_mask, None)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `[B, Hkv, T, D]` and `[B, Hkv, T, Dv]`; gives back all keys and values so far."""
+        """Append `[B, Hkv, T, D]` and `[B, Hkv, T, Dv]`, and return all keys and values so far."""
         for name, new in (("key", key), ("value", value)):  # before anything changes
             self._check(name, new)
         start, self.length = self.length, self.length + key.shape[2]
-        return self._fit("key", key, start), self._fit("value", value, start)
+        return self._write("key", key, start), self._write("value", value, start)
 
     def extend(self, name: str, new: Tensor) -> Tensor:
-        """Add `[B, H, T]` numbers of the tokens appended last; gives back those of all."""
+        """Append numbers `[B, H, T]` of the tokens appended last, and return those of all tokens."""
         self._check(name, new)
-        return self._fit(name, new, self.length - new.shape[2])
+        return self._write(name, new, self.length - new.shape[2])
 
     def advance(self, tokens: int, **state: Tensor) -> None:
-        """Count tokens that leave nothing but a new state."""
-        _check_no_grad(*state.values())
+        """Count tokens that store a new state and no keys."""
+        check_no_grad(*state.values())
         self.length += tokens
         self.state |= state
 
-    def check_batch(self, batch: int, held: Tensor) -> None:
-        if held.shape[0] != batch:
-            raise ValueError(f"the cache holds a batch of {held.shape[0]}, got one of {batch}")
+    def check_batch(self, batch: int, stored: Tensor) -> None:
+        """Raise a ValueError if `stored` is of another batch size."""
+        if stored.shape[0] != batch:
+            raise ValueError(f"the cache holds a batch of {stored.shape[0]}, got one of {batch}")
 
     def _check(self, name: str, new: Tensor) -> None:
-        _check_no_grad(new)
+        check_no_grad(new)
         buffer = self._buffers.get(name)
         if buffer is not None:
             self.check_batch(new.shape[0], buffer)
             if buffer.dtype != new.dtype:
                 raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
 
-    def _fit(self, name: str, new: Tensor, start: int) -> Tensor:
+    def _write(self, name: str, new: Tensor, start: int) -> Tensor:
         end, buffer = start + new.shape[2], self._buffers.get(name)
         if buffer is None or end > buffer.shape[2]:
             capacity = max(end, 2 * (0 if buffer is None else buffer.shape[2]))
@@ -82,36 +83,36 @@ class LayerCache:
         return buffer[:, :, :end]
 
 
-def _check_no_grad(*tensors: Tensor) -> None:
+def check_no_grad(*tensors: Tensor) -> None:
+    """Raise a RuntimeError if a gradient would have to flow into a cache."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise RuntimeError("a cache is for inference: gradients don't flow through it, so use torch.no_grad()")
 
 
 class Cache:
-    """One `LayerCache` per layer of a decoder. It grows with what it is given, padding included."""
+    """One `LayerCache` per layer of a decoder. It grows with every token, padding included."""
 
     def __init__(self, n_layers: int) -> None:
         self.layers = [LayerCache() for _ in range(n_layers)]
 
     @property
     def length(self) -> int:
-        """Tokens held, padding included."""
+        """Tokens stored, padding included."""
         return self.layers[0].length
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Before new tokens `[B, T, d_model]` go through the layers: they and their mask, as layers are to see them."""
+        """Return new tokens `[B, T, d_model]` and their mask as the layers should receive them."""
         return x, key_mask
 
     def end(self, x: Tensor) -> Tensor:
-        """After that: what the layers made of the tokens, in their own order."""
+        """Return the layers' output in the order of the tokens that `begin` received."""
         return x
 
 
 class StaticCache:
     """Keys and values in buffers of a fixed size: nothing is allocated per token, and lengths stay on the device.
 
-    So a CUDA graph can hold a step. Padding isn't stored: the real tokens of every row stand one after another, from
-    the first slot on.
+    So a CUDA graph can hold a step. Padding isn't stored: the real tokens of every row fill the first slots.
 
     Args:
         n_layers: Layers of the decoder.
@@ -122,19 +123,19 @@ class StaticCache:
         if capacity < 1:
             raise ValueError(f"a static cache's capacity must be at least 1, got {capacity}")
         self.capacity, self.length = capacity, 0
-        """Tokens that fit, and tokens given so far, padding included."""
+        """Tokens that fit, and tokens received so far, padding included."""
         self.lengths: Tensor | None = None
-        """`[B]`: real tokens held, once there are any; those of the pass that is under way come with `end`."""
+        """`[B]`: real tokens stored, None before the first; `end` adds those of the current pass."""
         self.padded = False
-        """Whether there may have been padding, so that rows differ in length."""
+        """Whether a mask was given, so that rows may differ in length."""
         self.layers = [StaticLayerCache(self) for _ in range(n_layers)]
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `Cache`. Where there is padding, real tokens come last: queries stand at the end of the keys."""
+        """See `Cache`. With padding, real tokens are moved last, as queries stand at the end of the keys."""
         batch, new = x.shape[:2]
         if self.length + new > self.capacity:
-            had = f" after {self.length:,}" if self.length else ""
-            raise ValueError(f"a static cache of {self.capacity:,} tokens can't take {new:,} more{had}")
+            after = f" after {self.length:,}" if self.length else ""
+            raise ValueError(f"a static cache of {self.capacity:,} tokens can't take {new:,} more{after}")
         if self.lengths is None:
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=x.device)
         elif len(self.lengths) != batch:
@@ -148,17 +149,17 @@ class StaticCache:
             real = is_real.sum(-1)
             self._order = is_real.int().argsort(dim=-1, stable=True)
             x = x.gather(1, self._order[..., None].expand_as(x))
-        self.now = self.lengths + real
-        self.new_places = self.now[:, None] - new + index
+        self.new_lengths = self.lengths + real
+        self.new_positions = self.new_lengths[:, None] - new + index
         is_padding = index < (new - real)[:, None]
-        self.slots = self.new_places.masked_fill(is_padding, self.capacity)  # a slot that nobody reads
+        self.slots = self.new_positions.masked_fill(is_padding, self.capacity)  # a slot that is never read
         return x, None
 
     def end(self, x: Tensor) -> Tensor:
         """See `Cache`."""
         assert self.lengths is not None
         self.length += x.shape[1]
-        self.lengths.copy_(self.now)
+        self.lengths.copy_(self.new_lengths)
         return x if self._order is None else torch.empty_like(x).scatter_(1, self._order[..., None].expand_as(x), x)
 
 
@@ -173,31 +174,31 @@ class StaticLayerCache:
     def length(self) -> int:
         return self._cache.length
 
-    def places(self, _x: Tensor, _key_mask: Tensor | None) -> Tensor:
-        """`[B, T]`; those of padding, which nobody asks for, are 0."""
-        return self._cache.new_places.clamp(min=0)
+    def positions(self, _x: Tensor, _key_mask: Tensor | None) -> Tensor:
+        """Return `[B, T]`, 0 at padding, where it isn't used."""
+        return self._cache.new_positions.clamp(min=0)
 
-    def take(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> Held:
-        """Write the new keys and values to their slots; beyond those in use, buffers hold zeros."""
-        _check_no_grad(key, value)
+    def add(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> CacheView:
+        """Write the new keys and values to their slots. Free slots hold zeros."""
+        check_no_grad(key, value)
         if self._buffers is None:
-            self._buffers = self._slots_like(key), self._slots_like(value)
+            self._buffers = self._empty_slots(key), self._empty_slots(value)
         slots = self._cache.slots[:, None, :, None]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
             if buffer.dtype != new.dtype:
                 raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
             buffer.scatter_(2, slots.expand_as(new), new)
-        if key.shape[2] == 1:  # a step, whose shapes never change
+        if key.shape[2] == 1:  # a decoding step: its shapes must not change
             keys, values = (buffer[:, :, : self._cache.capacity] for buffer in self._buffers)
-            return Held(keys, values, None, self._cache.now)
-        end = self.length + key.shape[2]  # a prompt needn't look at what is free, nor be told unless rows differ
+            return CacheView(keys, values, None, self._cache.new_lengths)
+        end = self.length + key.shape[2]  # a prompt skips free slots, and needs lengths only if rows differ
         keys, values = (buffer[:, :, :end] for buffer in self._buffers)
-        return Held(keys, values, None, self._cache.now if self._cache.padded else None)
+        return CacheView(keys, values, None, self._cache.new_lengths if self._cache.padded else None)
 
-    def _slots_like(self, new: Tensor) -> Tensor:
-        """`[B, H, capacity + 1, D]`, in memory with all heads of a token side by side.
+    def _empty_slots(self, new: Tensor) -> Tensor:
+        """Return zeros `[B, H, capacity + 1, D]`, in memory with all heads of a token side by side.
 
-        The newest keys, which are all that forgetful heads read, then lie together, and not on a page per head.
+        The newest keys, which are all that forgetful heads read, then lie together and not on a page per head.
         """
         batch, heads, _, width = new.shape
         return new.new_zeros(batch, self._cache.capacity + 1, heads, width).transpose(1, 2)

@@ -9,47 +9,72 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tra.attention.shared.fusing import check_plain
 from tra.ops.inputs import is_cast, layer_dtype
 
-FEW_HEADS = 16
-"""Up to here a compiled gate is a sum per head, which the compiler works out in the kernel that makes x. As a product
-in float32 it has kernels of its own, which cost more than all else that a gate adds to a step."""
+MAX_HEADS_FOR_SUMS = 16
+"""Heads up to which a compiled gate is a sum per head, which the compiler fuses into the kernel that makes x. As a
+product in float32 it needs kernels of its own, which cost more than all else that a gate adds to a step."""
 
 
-class ForgetGate(nn.Linear):
+class GateLinear(nn.Linear):
+    """A linear layer that computes in its input's dtype, whatever the dtype of its weights.
+
+    Args:
+        initial_bias: Of every head.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, initial_bias: float) -> None:
+        self.initial_bias = initial_bias  # before nn.Linear's, which calls reset_parameters
+        super().__init__(d_model, n_heads)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.bias, self.initial_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class ForgetGate(nn.Module):
     """`[B, T, d_model]` -> `[B, H, T]`, at most 0.
 
     Args:
         bias: Initial bias.
+        fused: Let the compiler fuse the gate on a GPU, which reads the weight of `linear` and doesn't call it.
     """
 
-    def __init__(self, d_model: int, n_heads: int, bias: float) -> None:
-        super().__init__(d_model, n_heads)
-        nn.init.constant_(self.bias, bias)
+    def __init__(self, d_model: int, n_heads: int, bias: float, *, fused: bool = False) -> None:
+        super().__init__()
+        self.fused = fused
+        self.linear = GateLinear(d_model, n_heads, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32 also under autocast, as distances multiply its error, of the x that other projections see.
+        """Return log σ in float32 also under autocast, as distances multiply its error, of the x projections see.
 
         Uncompiled, on a GPU, that is TF32 where PyTorch is told so for products of float32.
         """
         device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
         cast, x = is_cast(x), x.to(layer_dtype(x))
-        narrow = None
-        if sums_are_best(x, self.out_features):
-            narrow = torch.bfloat16 if cast and x.dtype == torch.bfloat16 else dtype  # float16 needs its loss scaled
+        narrow = torch.bfloat16 if cast and x.dtype == torch.bfloat16 else dtype  # float16 needs its loss scaled
         with torch.autocast(device, enabled=False):
-            x, weight, bias = (y.to(dtype) for y in (x, self.weight, self.bias))
-            if narrow is not None:
-                return log_gate_by_sums(x, weight, bias, narrow)
-            return F.logsigmoid(F.linear(x, weight, bias)).transpose(1, 2)
+            if self.fused and sums_are_best(x, self.linear.out_features):
+                check_plain("gate.linear", self.linear, GateLinear)
+                weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
+                return log_gate_by_sums(x.to(dtype), weight, bias, narrow)
+            return F.logsigmoid(self.linear(x.to(dtype))).transpose(1, 2)
 
 
 def sums_are_best(x: Tensor, n_heads: int) -> bool:
-    return x.is_cuda and n_heads <= FEW_HEADS and torch.compiler.is_compiling()
+    """Return whether to compute a gate as sums."""
+    return x.is_cuda and n_heads <= MAX_HEADS_FOR_SUMS and torch.compiler.is_compiling()
 
 
 def log_gate_by_sums(x: Tensor, weight: Tensor, bias: Tensor, narrow: torch.dtype) -> Tensor:
-    """The same, for the compiler; its gradients have the precision of a layer's in `narrow`, as under autocast."""
+    """Return `F.logsigmoid(F.linear(x, weight, bias))` `[B, H, T]`, as sums that a compiler can fuse.
+
+    The gradients have the precision of a layer's in `narrow`, as under autocast.
+    """
     out: Tensor = _Sums.apply(x, weight, bias, narrow)
     return out
 
@@ -67,5 +92,5 @@ class _Sums(torch.autograd.Function):
         x, weight, out = ctx.saved_tensors
         grad = grad * -torch.expm1(out)  # 1 - σ
         grad_weight = grad.transpose(0, 1).flatten(1).to(x.dtype) @ x.flatten(0, 1)  # [H, B T] @ [B T, d_model]
-        grad_x = sum(grad[:, head, :, None] * row for head, row in enumerate(weight))  # joins what is added to it
+        grad_x = sum(grad[:, head, :, None] * row for head, row in enumerate(weight))  # the compiler fuses the sum
         return grad_x, grad_weight.to(weight.dtype), grad.sum((0, 2)), None

@@ -1,4 +1,4 @@
-"""Places of tokens among real ones: padding doesn't count, and packed documents start anew."""
+"""Positions of tokens among real ones: padding doesn't count, and packed documents start anew."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def places(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None = None) -> Tensor:
-    """`[B or 1, T]`: places of the new tokens of x `[..., T, width]` among real tokens: padding doesn't count.
-
-    With documents, places start anew in each.
-    """
+def positions(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor | None = None) -> Tensor:
+    """Return the positions of the new tokens of x `[..., T, width]` among real tokens, `[B or 1, T]`."""
     length = x.shape[-2]
     index = torch.arange(past, past + length, device=x.device)[None]
     if document_ids is not None:
@@ -24,6 +21,6 @@ def places(x: Tensor, key_mask: Tensor | None, past: int, document_ids: Tensor |
 
 
 def document_numbers(document_ids: Tensor) -> Tensor:
-    """`[B, T]`: 0, 1, 2, … along each row, rising wherever the id changes."""
+    """Return 0, 1, 2, … along each row `[B, T]`, rising wherever the id changes."""
     changes = document_ids[:, 1:] != document_ids[:, :-1]
     return F.pad(changes.long().cumsum(-1), (1, 0))
