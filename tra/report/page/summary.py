@@ -173,10 +173,10 @@ def _failures(section: Section) -> list[Paragraph]:
     for measure in MAIN_FAILURES:
         for split in splits:
             levels = [(group.label, curves.diagnosis(measure, group.runs, split.name)) for group in section.groups]
-            found = sorted((level.mean, f"{label} {level.text}") for label, level in levels if level)
+            found = sorted(((label, level) for label, level in levels if level), key=lambda pair: pair[1].mean)
             if not found:
                 continue
-            named = [text for _, text in found]
+            named = [f"{label} {level.text}" for label, level in found]
             words = "; ".join(named)
             if len(named) > MAX_NAMED:
                 words = f"least {'; '.join(named[:3])}. Most: {'; '.join(reversed(named[-3:]))}"
