@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import command
 from tra.presets import preset
 from tra.runs.folder import environment
 from tra.suite.grid import Cell
@@ -67,3 +68,13 @@ def _run(cells: list[Cell], out: Path, jobs: int, device: str) -> None:
     for report in run_suite(cells, out, jobs=jobs, device=device):
         if report.status != "done":
             raise RuntimeError(f"{report.name} {report.status}: {report.last_lines}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command.parser("cells", __doc__).parse_args(arguments)
+    command.show(bench_cells(str(command.pick_device(options.device)), progress=command.progress), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import command
 from tra.runs.folder import environment
 from tra.text import shipped_text
 
@@ -58,7 +59,7 @@ def bench_prepare(
 ) -> dict[str, Any]:
     """The start of a text at several sizes; without one, the text that ships with the package, over and over."""
     if not Path("/proc/self/status").exists():
-        raise ValueError("bench prepare reads memory from /proc, which this system doesn't have")
+        raise ValueError("this reads memory from /proc, which this system doesn't have")
     if text is not None and not text.is_file():
         raise ValueError(f"there is no file {text}")
     rows = []
@@ -112,3 +113,15 @@ def _lines(text: Path | None) -> Iterator[bytes]:
         generator.shuffle(paragraphs)
         for paragraph in paragraphs:
             yield b"%d. %b\n\n" % (generator.randrange(10**6), paragraph)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.parser("prepare", __doc__)
+    parser.add_argument("text", type=Path, nargs="?", help="by default one made of the text that the package ships")
+    options = parser.parse_args(arguments)
+    command.show(bench_prepare(options.text, command.progress), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

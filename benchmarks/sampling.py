@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tra.bench._timing import wait_for
+from benchmarks import command
+from tra.bench.timing import wait_for
 from tra.presets import preset
 from tra.runs.folder import RunFolder, environment
 from tra.training.trainer import STEPS_PER_DRAW, Trainer
@@ -60,3 +61,13 @@ def bench_sampling(device: torch.device, progress: Callable[[str], None] = lambd
         progress(name)
         rows.append(measure_sampling(name, device, rounds=8 if device.type == "cuda" else 1))
     return {"environment": environment(device), "rows": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command.parser("sampling", __doc__).parse_args(arguments)
+    command.show(bench_sampling(command.pick_device(options.device), command.progress), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tra.attention import Cache, StaticCache, ThresholdRelativeAttention
 from tra.attention.shared.base import check_masks
-from tra.ops.triton.forward import is_the_best_choice
+from tra.ops.choice import auto_takes_triton
 
 if TYPE_CHECKING:
     from tra.model import Decoder
@@ -234,7 +234,7 @@ def _stays_on_the_device(model: Decoder, device: torch.device) -> bool:
     """TRA's walk in PyTorch, which is all there is without the kernels, asks the device how far to go."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.head.weight.dtype
     return all(
-        layer.impl == "triton" or (layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width))
+        layer.impl == "triton" or (layer.impl == "auto" and auto_takes_triton(device, dtype, layer.head_width))
         for layer in model.modules()
         if isinstance(layer, ThresholdRelativeAttention)
     )

@@ -20,11 +20,13 @@ from tra.ops import (
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
-from tra.ops.inputs import Visible, check_options, default_tolerance, is_cast, layer_dtype
-from tra.ops.reference import reference_map
-from tra.ops.softmax import softmax_or_nothing
-from tra.ops.stop_bound import log_rest
+from tra.ops.compiler_workarounds import softmax_or_nothing
+from tra.ops.full_map import full_attention_map
+from tra.ops.inputs import is_cast, layer_dtype
+from tra.ops.options import AttentionOptions, default_tolerance
+from tra.ops.stop_bound import log_remaining_weight
 from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
+from tra.ops.visible import Visible
 
 PARTS = ("given", "heads", "projected", "log_forget", "attend")
 """Methods that one operator stands for in training."""
@@ -60,7 +62,7 @@ class ThresholdRelativeAttention(Attention):
         **options: Any,
     ) -> None:
         super().__init__(d_model, n_heads, n_kv_heads, **options)
-        check_options(1.0, threshold, None, self.dropout, tolerance)
+        AttentionOptions(1.0, threshold, None, self.dropout, tolerance or 0.0)  # checks them
         if impl not in IMPLEMENTATIONS:
             raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
         self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
@@ -137,15 +139,14 @@ class ThresholdRelativeAttention(Attention):
     def logits(self, given: Given, rows: Tensor) -> Tensor:
         last = (given.past + rows)[None].expand(given.query.shape[0], -1)
         log_forget = self.log_forget(given.x)[:, :, rows]
-        found = reference_map(
+        found = full_attention_map(
             given.query[:, :, rows],
             given.key,
             log_forget,
             Visible(torch.zeros_like(last), last, given.key_mask),
-            scale=self.head_width**-0.5,
-            threshold=self.threshold,
+            AttentionOptions(self.head_width**-0.5, self.threshold),
         )
-        return torch.where(found.kept, found.scores + log_forget[..., None] * found.distances, -torch.inf)
+        return found.logits(log_forget)
 
     def weigh(self, logits: Tensor) -> Tensor:
         return softmax_or_nothing(logits)
@@ -168,7 +169,7 @@ class ThresholdRelativeAttention(Attention):
         kept = (logits > -torch.inf).to(logits.dtype).flip(-1).cumsum(-1).flip(-1)  # from j up to the query
         weighed = logits.flip(-1).logcumsumexp(-1).flip(-1)
         left = torch.arange(logits.shape[-1], device=x.device, dtype=logits.dtype).expand_as(logits)  # keys before j
-        done = log_rest(log_forget, kept, left, bound) <= weighed + math.log(max(tolerance, 1e-300))
+        done = log_remaining_weight(log_forget, kept, left, bound) <= weighed + math.log(max(tolerance, 1e-300))
         done |= left == 0
         done &= left <= rows[:, None]
         nearest = torch.where(done, left, -1.0).amax(-1)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tra.attention import MECHANISMS
-from tra.bench._timing import wait_for
+from tra.bench.timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
 from tra.runs.folder import RunFolder, environment

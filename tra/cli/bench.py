@@ -61,11 +61,13 @@ def bench(
         if mechanism not in MECHANISMS:
             raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
     from benchmarks.cells import bench_cells
+    from benchmarks.decode_trained import bench_decode_trained
     from benchmarks.prepare import bench_prepare
     from benchmarks.sampling import bench_sampling
-    from tra.bench.decode import bench_decode, bench_decode_trained
+    from benchmarks.trained import bench_trained
+    from tra.bench.decode import bench_decode
     from tra.bench.generate import bench_generate
-    from tra.bench.kernels import bench_kernels, bench_trained
+    from tra.bench.kernels import bench_kernels
     from tra.bench.op import bench_op
     from tra.bench.step import COST_SHAPES, bench_step
 

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tra.attention.shared.base import Given
-
-MULTIPLE = 128
-"""At other lengths a score function has given NaN gradients (pytorch issue 153799)."""
+from tra.ops.compiler_workarounds import FLEX_LENGTH_MULTIPLE
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Score, batch, head, query and key -> logit."""
@@ -20,7 +18,7 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def flex_fits(given: Given, dropout: float) -> bool:
     """Uncompiled it holds whole maps, it has no dropout, and padding and documents would need masks of their own."""
     plain = given.key_mask is None and given.document_ids is None and given.cache is None
-    fits = given.query.is_cuda and given.query.shape[2] % MULTIPLE == 0 and dropout == 0
+    fits = given.query.is_cuda and given.query.shape[2] % FLEX_LENGTH_MULTIPLE == 0 and dropout == 0
     return plain and fits and torch.compiler.is_compiling()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tra.attention.shared.base import Attention, Given
-from tra.ops.softmax import softmax_or_nothing
+from tra.ops.compiler_workarounds import softmax_or_nothing
 
 MOST_ENTRIES = {"cpu": 2**24, "cuda": 2**26}
 """Entries of the map `[B, H, rows, Tk]` that are computed at once."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 
-class Forward(NamedTuple):
+class ForwardTile(NamedTuple):
     """Rows and keys of a block, warps, stages of the software pipeline, and a limit to a thread's registers.
 
     The limit is for a processor to hold one more block at once, where that costs hardly a spill.
@@ -31,7 +31,7 @@ class Forward(NamedTuple):
         return (self.rows * width + self.stages * self.keys * (width + value_width)) * itemsize + self.keys**2 * 2
 
 
-class Backward(NamedTuple):
+class BackwardTile(NamedTuple):
     """As above for the two kernels: the keys that one holds and the rows that the other holds, and what each walks by.
 
     The kernel of queries holds `rows` and walks by `query_keys`; that of keys holds `keys` and walks by `key_rows`.
@@ -54,45 +54,45 @@ class Backward(NamedTuple):
         return max(queries, keys)
 
 
-FORWARD: dict[tuple[int, int], tuple[Forward, ...]] = {
+FORWARD: dict[tuple[int, int], tuple[ForwardTile, ...]] = {
     # (bytes per number, widest head): best first
-    (2, 64): (Forward(64, 32, 4, 3, 128), Forward(64, 64, 4, 3), Forward(64, 32, 4, 2)),
-    (2, 128): (Forward(64, 32, 4, 3, 168), Forward(128, 64, 8, 3), Forward(64, 32, 4, 2)),
-    (2, 256): (Forward(128, 32, 8, 2), Forward(64, 32, 4, 2), Forward(32, 32, 4, 1)),
-    (4, 64): (Forward(32, 32, 4, 2), Forward(32, 16, 4, 1)),
-    (4, 128): (Forward(32, 32, 4, 2), Forward(16, 16, 4, 1)),
-    (4, 256): (Forward(16, 16, 4, 2), Forward(16, 16, 4, 1)),
+    (2, 64): (ForwardTile(64, 32, 4, 3, 128), ForwardTile(64, 64, 4, 3), ForwardTile(64, 32, 4, 2)),
+    (2, 128): (ForwardTile(64, 32, 4, 3, 168), ForwardTile(128, 64, 8, 3), ForwardTile(64, 32, 4, 2)),
+    (2, 256): (ForwardTile(128, 32, 8, 2), ForwardTile(64, 32, 4, 2), ForwardTile(32, 32, 4, 1)),
+    (4, 64): (ForwardTile(32, 32, 4, 2), ForwardTile(32, 16, 4, 1)),
+    (4, 128): (ForwardTile(32, 32, 4, 2), ForwardTile(16, 16, 4, 1)),
+    (4, 256): (ForwardTile(16, 16, 4, 2), ForwardTile(16, 16, 4, 1)),
 }
-BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
+BACKWARD: dict[tuple[int, int], tuple[BackwardTile, ...]] = {
     (2, 64): (
-        Backward(64, 64, 64, 4, 3, 64, 4, 3),
-        Backward(64, 64, 64, 4, 2, 32, 4, 2),
-        Backward(32, 64, 32, 4, 2, 64, 4, 1),
+        BackwardTile(64, 64, 64, 4, 3, 64, 4, 3),
+        BackwardTile(64, 64, 64, 4, 2, 32, 4, 2),
+        BackwardTile(32, 64, 32, 4, 2, 64, 4, 1),
     ),
     (2, 128): (
-        Backward(128, 128, 64, 8, 3, 32, 8, 3),
-        Backward(64, 64, 64, 4, 2, 32, 4, 3),
-        Backward(32, 64, 32, 4, 2, 32, 4, 2),
-        Backward(32, 32, 32, 4, 1, 32, 4, 1),
+        BackwardTile(128, 128, 64, 8, 3, 32, 8, 3),
+        BackwardTile(64, 64, 64, 4, 2, 32, 4, 3),
+        BackwardTile(32, 64, 32, 4, 2, 32, 4, 2),
+        BackwardTile(32, 32, 32, 4, 1, 32, 4, 1),
     ),
-    (2, 256): (Backward(32, 64, 32, 8, 2, 32, 8, 2), Backward(32, 32, 32, 4, 1, 32, 4, 1)),
-    (4, 64): (Backward(32, 32, 32, 4, 2, 32, 4, 2), Backward(16, 32, 16, 4, 1, 32, 4, 1)),
-    (4, 128): (Backward(32, 32, 32, 4, 1, 32, 4, 1), Backward(16, 16, 16, 4, 1, 16, 4, 1)),
-    (4, 256): (Backward(16, 16, 16, 4, 1, 16, 4, 1),),
+    (2, 256): (BackwardTile(32, 64, 32, 8, 2, 32, 8, 2), BackwardTile(32, 32, 32, 4, 1, 32, 4, 1)),
+    (4, 64): (BackwardTile(32, 32, 32, 4, 2, 32, 4, 2), BackwardTile(16, 32, 16, 4, 1, 32, 4, 1)),
+    (4, 128): (BackwardTile(32, 32, 32, 4, 1, 32, 4, 1), BackwardTile(16, 16, 16, 4, 1, 16, 4, 1)),
+    (4, 256): (BackwardTile(16, 16, 16, 4, 1, 16, 4, 1),),
 }
 BACKWARD_SHORT = BACKWARD | {
-    (2, 64): (Backward(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
-    (2, 128): (Backward(128, 64, 32, 4, 3, 32, 8, 3), *BACKWARD[2, 128][1:]),
+    (2, 64): (BackwardTile(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
+    (2, 128): (BackwardTile(128, 64, 32, 4, 3, 32, 8, 3), *BACKWARD[2, 128][1:]),
 }
 """Where walks are short, small blocks waste less."""
-INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 32, 4, 1, 16, 1, 1))
+INTERPRETED = (ForwardTile(64, 32, 4, 1), BackwardTile(64, 32, 32, 4, 1, 16, 1, 1))
 """On a CPU nothing has to fit; unlike sides find more mistakes."""
 
 LEAST = 99 << 10
 """Shared memory that any GPU since Ampere has, in bytes; PyTorch tells it of NVIDIA's alone."""
 
-Tile = TypeVar("Tile", Forward, Backward)
-_chosen: dict[Hashable, Forward | Backward] = {}
+Tile = TypeVar("Tile", ForwardTile, BackwardTile)
+_chosen: dict[Hashable, ForwardTile | BackwardTile] = {}
 
 
 def candidates(
