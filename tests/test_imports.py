@@ -54,8 +54,3 @@ def test_tasks_and_report_do_not_know_the_model(part: str) -> None:
             for n in imported(path)
             if n.startswith(("tra.model", "tra.attention", "tra.training.trainer", "tra.runs.folder"))
         ], path
-
-
-def test_implementations_do_not_import_each_other() -> None:
-    for name, other in (("reference", "blockwise"), ("blockwise", "reference")):
-        assert not [n for n in imported(PACKAGE / "ops" / f"{name}.py") if other in n]

@@ -1,7 +1,7 @@
-"""Block shapes of the fused kernels: a short list per head width, of which the first that fits the device is taken.
+"""Block shapes ("tiles") of the kernels: a short list per head width, of which the first that fits the device is taken.
 
-What fits is a matter of shared memory, never of a GPU's name, and the last of every list fits any GPU since Ampere.
-The order is what an H200 measured. With `TRA_AUTOTUNE=1` the first call of a kind (dtype, width, length up to the next
+What fits depends on shared memory, never on a GPU's name, and the last of every list fits any GPU since Ampere. The
+order was measured on an H200. With `TRA_AUTOTUNE=1` the first call of a kind (dtype, width, length up to the next
 power of two) measures the whole list instead.
 """
 
@@ -15,9 +15,9 @@ import torch
 
 
 class ForwardTile(NamedTuple):
-    """Rows and keys of a block, warps, stages of the software pipeline, and a limit to a thread's registers.
+    """Rows and keys of a block, warps, stages of the software pipeline, and a limit on a thread's registers.
 
-    The limit is for a processor to hold one more block at once, where that costs hardly a spill.
+    With the limit a processor holds one more block at once; it is set where that spills hardly any registers.
     """
 
     rows: int
@@ -27,12 +27,12 @@ class ForwardTile(NamedTuple):
     registers: int = 0
 
     def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
-        """Bytes, about: a query block, `stages` blocks of keys and values, the triangle."""
+        """Estimate the bytes: a query block, `stages` blocks of keys and values, the triangle."""
         return (self.rows * width + self.stages * self.keys * (width + value_width)) * itemsize + self.keys**2 * 2
 
 
 class BackwardTile(NamedTuple):
-    """As above for the two kernels: the keys that one holds and the rows that the other holds, and what each walks by.
+    """The same for the two backward kernels.
 
     The kernel of queries holds `rows` and walks by `query_keys`; that of keys holds `keys` and walks by `key_rows`.
     """
@@ -84,12 +84,12 @@ BACKWARD_SHORT = BACKWARD | {
     (2, 64): (BackwardTile(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
     (2, 128): (BackwardTile(128, 64, 32, 4, 3, 32, 8, 3), *BACKWARD[2, 128][1:]),
 }
-"""Where walks are short, small blocks waste less."""
+"""For short walks: small blocks compute less that is masked."""
 INTERPRETED = (ForwardTile(64, 32, 4, 1), BackwardTile(64, 32, 32, 4, 1, 16, 1, 1))
-"""On a CPU nothing has to fit; unlike sides find more mistakes."""
+"""On a CPU nothing has to fit; unequal sides find more mistakes."""
 
-LEAST = 99 << 10
-"""Shared memory that any GPU since Ampere has, in bytes; PyTorch tells it of NVIDIA's alone."""
+MIN_SHARED_MEMORY = 99 << 10
+"""Bytes of shared memory that any GPU since Ampere has. PyTorch reports it for NVIDIA's only."""
 
 Tile = TypeVar("Tile", ForwardTile, BackwardTile)
 _chosen: dict[Hashable, ForwardTile | BackwardTile] = {}
@@ -98,19 +98,21 @@ _chosen: dict[Hashable, ForwardTile | BackwardTile] = {}
 def candidates(
     table: dict[tuple[int, int], tuple[Tile, ...]], width: int, value_width: int, itemsize: int, device: torch.device
 ) -> Sequence[Tile]:
-    """The list for a head width, without what surely doesn't fit the device."""
+    """Return the list for a head width, without what surely doesn't fit the device."""
     if device.type == "cpu":
         return tuple(tile for tile in INTERPRETED if isinstance(tile, type(next(iter(table.values()))[0])))
     listed = next(
         tiles for (size, widest), tiles in table.items() if size == itemsize and max(width, value_width) <= widest
     )
-    available: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST)
+    available: int = getattr(
+        torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MIN_SHARED_MEMORY
+    )
     fitting = [tile for tile in listed if tile.shared_memory(width, value_width, itemsize) <= available]
     return fitting or listed[-1:]
 
 
 def run(kind: Hashable, length: int, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> None:
-    """Launch with the kind's tile, chosen on the first call; `launch` may be called several times then."""
+    """Launch with the tile chosen for this kind of call; the first call may launch several times to choose it."""
     tune = os.environ.get("TRA_AUTOTUNE", "0") not in ("", "0")
     kind = (kind, type(tiles[0]), length.bit_length() if tune else None)
     if kind in _chosen:
