@@ -1,7 +1,7 @@
 """Cells of a suite in an hour, by how many run side by side on one device.
 
-The cells are the paper's mini flip-flop cut to few steps, with a share of its evaluation. A cell that isn't counted
-runs first, so that all find compiled code.
+The cells are the paper's mini flip-flop cut to few steps, with a share of its evaluation. One more cell
+runs first and isn't counted, so that all others find compiled code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def bench_cells(
     changes: Sequence[str] = CHANGES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """`number` cells, at every number of `jobs`."""
+    """Return a row per number of `jobs`: the time of `number` cells."""
 
     def cell(seed: int) -> Cell:
         return Cell(f"{name}-{seed}", preset(name).override([*changes, f"train.seed={seed}"]))

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.02
 
 
 def measure_prepare(text: Path, jobs: int, folder: Path) -> dict[str, Any]:
-    """Seconds of the command, and the most memory that it and its workers held at one time."""
+    """Return the seconds of the command, and the most memory that it and its workers held at one time."""
     command = [sys.executable, "-m", "tra", "prepare", str(text), str(folder), "--jobs", str(jobs), "--json"]
     with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as wrong:
         begun = time.perf_counter()
@@ -57,7 +57,7 @@ def bench_prepare(
     progress: Callable[[str], None] = lambda _: None,
     megabytes: tuple[int, ...] = MEGABYTES,
 ) -> dict[str, Any]:
-    """The start of a text at several sizes; without one, the text that ships with the package, over and over."""
+    """Measure the start of a text at several sizes; without one, of the text that ships with the package, repeated."""
     if not Path("/proc/self/status").exists():
         raise ValueError("this reads memory from /proc, which this system doesn't have")
     if text is not None and not text.is_file():
@@ -81,7 +81,7 @@ def bench_prepare(
 
 
 def family(pid: int) -> list[int]:
-    """A process and its children, less one that was just forked: until it runs its own, its memory is the parent's."""
+    """Return a process and its children, without one just forked: until it runs its own code, its memory is the parent's."""
     try:
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         mine = _command(pid)
@@ -91,7 +91,7 @@ def family(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 if it has ended."""
+    """Return the bytes of memory that a process holds; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -109,7 +109,7 @@ def _lines(text: Path | None) -> Iterator[bytes]:
         return
     paragraphs = shipped_text().read_bytes().split(b"\n\n")
     generator = random.Random(0)
-    while True:  # in another order and with other numbers each time, so that no cache knows it all
+    while True:  # in another order and with other numbers each time, so that no cache holds all of it
         generator.shuffle(paragraphs)
         for paragraph in paragraphs:
             yield b"%d. %b\n\n" % (generator.randrange(10**6), paragraph)

@@ -1,4 +1,4 @@
-"""What sampling adds to a training step: the step as trained, against the step on a batch that is already there."""
+"""What sampling adds to a training step: the step as trained, against the step on a batch that was drawn before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRESETS = ("flipflop", "copy", "induct", "instruct", "mqar")
 
 
 def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step with and without sampling: medians over rounds, which alternate."""
+    """Return the milliseconds of a step with and without sampling: medians over rounds, which alternate."""
     config = preset(name)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, RunFolder(Path(folder)), device)
@@ -36,7 +36,7 @@ def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, 
             return 1e3 * (time.perf_counter() - begun) / STEPS_PER_DRAW
 
         def ready_step() -> None:
-            trainer.step += 1  # the same bookkeeping as a real step, on a batch that is there
+            trainer.step += 1  # the same bookkeeping as in a real step, on a batch drawn before
             trainer.optimise(batch)
 
         round_of(trainer.one_step)
@@ -55,7 +55,7 @@ def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, 
 
 
 def bench_sampling(device: torch.device, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Every published task at the paper's size."""
+    """Return a row per published task, at the paper's size."""
     rows = []
     for name in PRESETS:
         progress(name)

@@ -315,7 +315,7 @@ def test_how_many_threads_load_the_same(dtype: torch.dtype, monkeypatch: pytest.
     """Of the numbers of rows; compiled kernels have more threads than rows, or as many."""
     forward_tile, backward_tile = block_shapes.INTERPRETED
     inputs, grad_out = inputs_here(18, batch=1, n_queries=200, dtype=dtype), torch.ones(1, 2, 200, 16, dtype=dtype)
-    inputs.log_forget.data.fill_(-1.0)  # so that most walks stop, and who came is listed
+    inputs.log_forget.data.fill_(-1.0)  # so that most walks stop, and row blocks are listed
     inputs.log_forget.data[:, :, 150] = 0.0
     results = []
     for rows, warps in ((32, 1), (16, 1), (16, 4)):
