@@ -81,7 +81,7 @@ def bench_prepare(
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and its children, without one just forked: until it runs its own code, its memory is the parent's."""
+    """Return a process and its children, without one just forked, whose memory is still the parent's."""
     try:
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         mine = _command(pid)

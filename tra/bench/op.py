@@ -82,7 +82,7 @@ def measure_apart(impl: str, length: int, **options: int) -> Measurement:
 def bench_op(
     progress: Callable[[str], None] = lambda _: None, against_reference: int = 4096, alone: int = 16_384
 ) -> dict[str, Any]:
-    """Measure the walk and the definition where both fit in memory, and the walk alone at a length where only it does."""
+    """Measure the walk and the definition where both fit in memory, and the walk alone where only it does."""
     rows = []
     for impl, length, repeats in (
         ("reference", against_reference, 2),

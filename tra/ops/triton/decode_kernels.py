@@ -90,19 +90,10 @@ def _keys_to_go(
 
 @triton.jit
 def _former_pieces(
-    PIECE_STATS,
-    o_stats,
-    b_slope,
-    m_m,
-    n_rows,
-    former_pieces,
-    stride_s,
-    BM: tl.constexpr,
-    PIECES_AT_ONCE: tl.constexpr,
-    FLOAT32: tl.constexpr,
-):
-    """Sum up the `former_pieces` pieces of earlier phases: the logarithm of their weight, and whether one of them
-    stopped.
+    PIECE_STATS, o_stats, b_slope, m_m, n_rows, former_pieces, stride_s,
+    BM: tl.constexpr, PIECES_AT_ONCE: tl.constexpr, FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Return the logarithm of the weight of the pieces of earlier phases, and whether one of them stopped.
 
     The weight is relative to a key that has all their keys to its right. Keys counted in between can only lower that
     key's weight, so the comparison is safe.
@@ -191,20 +182,9 @@ def decode_kernel(
         b_series = -b_forget * (1.0 + b_forget * (0.5 + b_forget * (1.0 / 6.0 + b_forget * (1.0 / 24.0))))
         b_geometric = 1.0 / tl.where(b_forget > -0.05, b_series, 1.0 - tl.exp(b_forget))
         more = _keys_to_go(
-            b_ref,
-            b_total,
-            b_former,
-            b_count,
-            b_slope,
-            b_geometric,
-            b_first,
-            top,
-            0.0,
-            bound,
-            log_tolerance,
-            BN,
-            FLOAT32,
-        )
+            b_ref, b_total, b_former, b_count, b_slope, b_geometric, b_first, top, 0.0, bound, log_tolerance,
+            BN, FLOAT32,
+        )  # fmt: skip
         steps = (more * (1.0 / BN)).to(tl.int32) + 1
         if (more == 0.0) | (stopped > 0.0):
             low = j + 1

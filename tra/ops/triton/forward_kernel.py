@@ -83,8 +83,7 @@ def _walk(
     RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk from key block j down to `end`, or until the remaining keys provably don't count; `oldest` is then set to j
-    + 1.
+    """Walk from key block j down to `end`. Where the keys left provably don't count, stop and set `oldest` to j + 1.
 
     An inner loop over `steps` blocks can be pipelined. After it the bound is checked, and `steps` becomes an estimate
     of how many more blocks are needed, from the rate at which the slowest row keeps keys (taken as half of the keys
