@@ -1,7 +1,7 @@
 """Cells of a suite in an hour, by how many run side by side on one device.
 
-The cells are the paper's mini flip-flop cut to few steps, with a share of its evaluation. A cell that isn't counted
-runs first, so that all find compiled code.
+The cells are the paper's mini flip-flop cut to few steps, with a share of its evaluation. One more cell
+runs first and isn't counted, so that all others find compiled code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import command
 from tra.presets import preset
 from tra.runs import environment
 from tra.suite.grid import Cell
@@ -36,7 +37,7 @@ def bench_cells(
     changes: Sequence[str] = CHANGES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """`number` cells, at every number of `jobs`."""
+    """Return a row per number of `jobs`: the time of `number` cells."""
 
     def cell(seed: int) -> Cell:
         return Cell(f"{name}-{seed}", preset(name).override([*changes, f"train.seed={seed}"]))
@@ -67,3 +68,13 @@ def _run(cells: list[Cell], out: Path, jobs: int, device: str) -> None:
     for report in run_suite(cells, out, jobs=jobs, device=device):
         if report.status != "done":
             raise RuntimeError(f"{report.name} {report.status}: {report.last_lines}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command.parser("cells", __doc__).parse_args(arguments)
+    command.show(bench_cells(str(command.pick_device(options.device)), progress=command.progress), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

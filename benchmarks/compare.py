@@ -1,17 +1,21 @@
-"""Reading results of measurements, and setting two of them side by side."""
+"""Two results of a measurement, OLD and NEW, side by side; fails where the new one is 10 % worse."""
 
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks import command
 
 MEASURES = ("ms", "step_ms", "prefill_ms", "forward_ms", "backward_ms", "peak_mib")
 OTHER_MEASURES = {
     *("fastest_ms", "slowest_ms", "times_flash", "times_sdpa", "step_ratio", "peak_ratio", "ready_after_s", "finite"),
     "tokens_per_second",
 }
-WORSE = 1.1
+WORSE_RATIO = 1.1
 
 
 class Change(NamedTuple):
@@ -28,7 +32,7 @@ class Change(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        return self.ratio > WORSE
+        return self.ratio > WORSE_RATIO
 
 
 def read_result(file: Path) -> dict[str, Any]:
@@ -38,12 +42,12 @@ def read_result(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{file} does not exist") from None
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise ValueError(f"{file} is no result of `tra bench ... --json`") from None
+        raise ValueError(f"{file} is no result of a measurement with --json") from None
     return dict(result)
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """All measures of the cases that both have, in the order of the new one.
+    """Return all measures of the cases that both have, in the order of the new one.
 
     Raises:
         ValueError: If they have none in common, or came from different devices.
@@ -65,9 +69,27 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
 
 
 def _identity(row: dict[str, Any]) -> str:
-    """Everything that isn't a measure."""
+    """Return all that isn't a measure, as text."""
     return ", ".join(
         str(value) if isinstance(value, str) else f"{name} {value}"
         for name, value in row.items()
         if name not in MEASURES and name not in OTHER_MEASURES and name != "error"
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    options = parser.parse_args(arguments)
+    changes = compare(read_result(options.old), read_result(options.new))
+    for change in changes:
+        mark = "worse" if change.is_worse else "better" if change.ratio < 1 / WORSE_RATIO else ""
+        print(f"{change.ratio:7.3f} {change.old:12,.4g} {change.new:12,.4g} {mark:6} {change.measure}: {change.what}")
+    worse = sum(change.is_worse for change in changes)
+    print(f"{worse} of {len(changes)} are more than 10 % worse")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,4 +1,4 @@
-"""What the kernels become on Hopper, without a GPU: `python -m benchmarks.instructions`.
+"""What the compiler makes of the kernels on Hopper, without a GPU: `python -m benchmarks.instructions`.
 
 Compiles them for sm_90a in bfloat16 and reads the SASS: registers, bytes spilt, shared memory, and the instructions of
 every innermost loop that holds products. The log is `results/bench/instructions.txt`.
@@ -16,42 +16,48 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tra.ops.triton import backward_kernels as _backward_kernels
-from tra.ops.triton import block_shapes as _tiles
-from tra.ops.triton import decode
-from tra.ops.triton import decode_kernels as _decode_kernel
-from tra.ops.triton import forward_kernel as _forward_kernel
+from tra.ops.triton import backward_kernels, block_shapes, decode_kernels, decode_plan, forward_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-FLOAT32 = ("FORGET", "LONGEST", "REF", "TOTAL", "PAIRS", "OFFSETS", "FACTOR", "PARTS", "STATS")
-TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "SPAN", "CAME"), "i32")
-FLOATS = ("score_scale", "scale", "cut", "bound", "log_tolerance", "drop_scale")
-ABSENT = ("FIRST", "LAST", "SEED", "MASK")
-ONE = ("stride_f", "group")
-ROUND = ("n_queries", "n_rows", "chunk")
+FLOAT32 = (
+    "FORGET",
+    "LONGEST_KEY",
+    "REF",
+    "TOTAL",
+    "SLOPE_INNER",
+    "OFFSETS",
+    "NORM_FACTOR",
+    "PIECE_SUMS",
+    "PIECE_STATS",
+)
+TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "WALK_ENDS", "ROW_BLOCKS"), "i32")
+FLOATS = ("score_scale", "scale", "raw_threshold", "bound", "log_tolerance", "drop_scale")
+NO_TENSORS = ("FIRST", "LAST", "SEED", "MASK")
+EQUAL_ONE = ("stride_f", "group")
+MULTIPLES_OF_16 = ("n_queries", "n_rows", "chunk")
 
 
 def compiled(kernel: Any, warps: int, stages: int, constants: dict[str, Any], registers: int = 0) -> Any:
-    """As a layer's training launches it: plainly causal, one head per key head, lengths and so on multiples of 16."""
+    """Compile as for a layer in training: causal, one head per key head, lengths and so on multiples of 16."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(parameter.name for parameter in kernel.params):
-        given = constants | dict.fromkeys(ABSENT) | dict.fromkeys(ONE, 1)
+        given = constants | dict.fromkeys(NO_TENSORS) | dict.fromkeys(EQUAL_ONE, 1)
         if name in given:
             signature[name], fixed[(index,)] = "constexpr", given[name]
         elif name.isupper():
             signature[name], hints[(index,)] = "*" + TYPES.get(name, "bf16"), [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name in FLOATS else "i64" if name == "drop_below" else "i32"
-            if name in ROUND or (name.startswith("stride") and name != "stride_s"):
+            if name in MULTIPLES_OF_16 or (name.startswith("stride") and name != "stride_s"):
                 hints[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, fixed, hints)
     options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def said(tool: str, *arguments: str, content: bytes, suffix: str) -> str:
+def output_of(tool: str, *arguments: str, content: bytes, suffix: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         file.write(content)
         file.flush()
@@ -60,7 +66,7 @@ def said(tool: str, *arguments: str, content: bytes, suffix: str) -> str:
 
 
 def loops(sass: str) -> list[int]:
-    """Instructions of innermost loops with products, in order."""
+    """Return the number of instructions of each innermost loop with products, in order."""
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
     places = {int(place, 16): index for index, (place, _) in enumerate(lines)}
     found: list[tuple[int, int]] = []
@@ -74,15 +80,16 @@ def loops(sass: str) -> list[int]:
 
 
 def show(name: str, kernel: Any, warps: int, stages: int, constants: dict[str, Any], registers: int = 0) -> None:
-    made = compiled(kernel, warps, stages, constants, registers)
-    verbose = said(
-        "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", content=made.asm["ptx"].encode(), suffix=".ptx"
+    kernel_code = compiled(kernel, warps, stages, constants, registers)
+    verbose = output_of(
+        "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", content=kernel_code.asm["ptx"].encode(), suffix=".ptx"
     )
     registers, spilt = (re.search(what, verbose) for what in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
     assert registers is not None
     assert spilt is not None
-    counted = loops(said("cuobjdump", "-sass", content=made.asm["cubin"], suffix=".cubin"))
-    print(f"{name:34} {registers[1]:>9} {spilt[1]:>6} {made.metadata.shared:>8}   {', '.join(map(str, counted))}")
+    counted = loops(output_of("cuobjdump", "-sass", content=kernel_code.asm["cubin"], suffix=".cubin"))
+    shared = kernel_code.metadata.shared
+    print(f"{name:34} {registers[1]:>9} {spilt[1]:>6} {shared:>8}   {', '.join(map(str, counted))}")
 
 
 def main() -> None:
@@ -90,32 +97,53 @@ def main() -> None:
     print(f"{'':34} registers  spilt   shared   instructions of loops")
     for width in (64, 128):
         size = {"D": width, "DV": width, "BD": width, "BDV": width, "PRECISION": "ieee"}
-        plain = {"RANGES": False, "ONLINE": False, "EXACT": False, "DROPOUT": False} | size
-        (forward, *_) = _tiles.FORWARD[2, width]
+        plain = {"RANGES": False, "ONLINE": False, "FLOAT32": False, "DROPOUT": False} | size
+        (forward, *_) = block_shapes.FORWARD[2, width]
         block = {"BM": forward.rows, "BN": forward.keys, "STEEPEST": 120.0}
-        more = {"NORMS": False, "EARLY": False, "KEEP_LOW": False, "SHIFT": 0.0}
-        kernel = _forward_kernel.forward_kernel
+        more = {"NORMS": False, "EARLY": False, "KEEP_OUT_ERROR": False, "REF_SHIFT": 0.0}
+        kernel = forward_kernel.forward_kernel
         show(f"forward, {width}", kernel, forward.warps, forward.stages, plain | block | more, forward.registers)
-        for walks, table in (("long", _tiles.BACKWARD), ("short", _tiles.BACKWARD_SHORT)):
+        for walks, table in (("long", block_shapes.BACKWARD), ("short", block_shapes.BACKWARD_SHORT)):
             (backward, *_) = table[2, width]
-            block = {"BM": backward.rows, "BN": backward.query_keys, "COARSER": backward.keys // backward.query_keys}
-            more = {"STEEPEST": 120.0, "BEFORE": True}
+            block = {
+                "BM": backward.rows,
+                "BN": backward.query_keys,
+                "KEY_RATIO": backward.keys // backward.query_keys,
+            }
+            more = {"STEEPEST": 120.0, "BEFORE_NORM": True}
             show(
-                f"dq, {walks} walks, {width}", _backward_kernels.query_gradient_kernel, backward.query_warps,
+                f"dq, {walks} walks, {width}", backward_kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
-            block = {"BM": backward.key_rows, "BN": backward.keys, "RATIO": backward.rows // backward.key_rows}
-            more = {"EVEN": True, "SKIP": walks == "short", "ACCUMULATE": False, "BEFORE": True}
+            block = {
+                "BM": backward.key_rows,
+                "BN": backward.keys,
+                "ROW_RATIO": backward.rows // backward.key_rows,
+            }
+            more = {"EVEN": True, "SKIP": walks == "short", "ACCUMULATE": False, "BEFORE_NORM": True}
             more |= {"THREADS": 32 * backward.key_warps}
-            kernel = _backward_kernels.key_gradient_kernel
+            kernel = backward_kernels.key_gradient_kernel
             name = f"dk dv, {walks} walks, {width}"
             show(name, kernel, backward.key_warps, backward.key_stages, plain | block | more)
-        (tile, *_) = decode.TILES[2, width]
-        block = {"BM": tile.rows, "BN": tile.keys, "CHUNK": 16, "UNIT": 8, "n_queries": 1}
-        more = {"RANGES": False, "MASKED": False, "EARLY": True, "LATER": False, "ALONE": False, "EXACT": False}
+        (tile, *_) = decode_plan.TILES[2, width]
+        block = {"BM": tile.rows, "BN": tile.keys, "PIECES_AT_ONCE": 16, "STRIDE_UNIT": 8, "n_queries": 1}
+        more = {
+            "RANGES": False,
+            "MASKED": False,
+            "EARLY": True,
+            "LATER_PHASE": False,
+            "ONE_PIECE": False,
+            "FLOAT32": False,
+        }
         for fixed in (True, False):
             name = f"decode, {'fixed' if fixed else 'running'} reference, {width}"
-            show(name, _decode_kernel.decode_kernel, tile.warps, tile.stages, size | block | more | {"FIXED": fixed})
+            show(
+                name,
+                decode_kernels.decode_kernel,
+                tile.warps,
+                tile.stages,
+                size | block | more | {"FIXED_REFERENCE": fixed},
+            )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import command
 from tra.runs import environment
 from tra.text import shipped_text
 
@@ -54,9 +55,9 @@ def bench_prepare(
     progress: Callable[[str], None] = lambda _: None,
     megabytes: tuple[int, ...] = MEGABYTES,
 ) -> dict[str, Any]:
-    """The start of a text at several sizes; without one, the text that ships with the package, over and over."""
+    """Measure the start of a text at several sizes; without one, of the text that ships with the package, repeated."""
     if not Path("/proc/self/status").exists():
-        raise ValueError("bench prepare reads memory from /proc, which this system doesn't have")
+        raise ValueError("this reads memory from /proc, which this system doesn't have")
     if text is not None and not text.is_file():
         raise ValueError(f"there is no file {text}")
     rows = []
@@ -78,7 +79,7 @@ def bench_prepare(
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 if it has ended."""
+    """Return the bytes of memory that a process holds; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -92,7 +93,19 @@ def _lines(text: Path | None) -> Iterator[bytes]:
         return
     paragraphs = shipped_text().read_bytes().split(b"\n\n")
     generator = random.Random(0)
-    while True:  # in another order and with other numbers each time, so that no cache knows it all
+    while True:  # in another order and with other numbers each time, so that no cache holds all of it
         generator.shuffle(paragraphs)
         for paragraph in paragraphs:
             yield b"%d. %b\n\n" % (generator.randrange(10**6), paragraph)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.parser("prepare", __doc__)
+    parser.add_argument("text", type=Path, nargs="?", help="by default one made of the text that the package ships")
+    options = parser.parse_args(arguments)
+    command.show(bench_prepare(options.text, command.progress), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

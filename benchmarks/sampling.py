@@ -1,17 +1,18 @@
-"""What sampling adds to a training step: the step as trained, against the step on a batch that is already there."""
+"""What sampling adds to a training step: the step as trained, against the step on a batch that was drawn before."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tra.bench._timing import wait_for
+from benchmarks import command
+from tra.bench.timing import wait_for
 from tra.presets import preset
 from tra.runs import RunFolder, environment
 from tra.training.trainer import STEPS_PER_DRAW, Trainer
@@ -20,7 +21,7 @@ PRESETS = ("flipflop", "copy", "induct", "instruct", "mqar")
 
 
 def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step with and without sampling: medians over rounds, which alternate."""
+    """Return the milliseconds of a step with and without sampling: medians over rounds, which alternate."""
     config = preset(name)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, RunFolder(Path(folder)), device)
@@ -35,7 +36,7 @@ def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, 
             return 1e3 * (time.perf_counter() - begun) / STEPS_PER_DRAW
 
         def ready_step() -> None:
-            trainer.step += 1  # the same bookkeeping as a real step, on a batch that is there
+            trainer.step += 1  # the same bookkeeping as in a real step, on a batch drawn before
             trainer.optimise(batch)
 
         round_of(trainer.one_step)
@@ -54,9 +55,19 @@ def measure_sampling(name: str, device: torch.device, rounds: int) -> dict[str, 
 
 
 def bench_sampling(device: torch.device, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Every published task at the paper's size."""
+    """Return a row per published task, at the paper's size."""
     rows = []
     for name in PRESETS:
         progress(name)
         rows.append(measure_sampling(name, device, rounds=8 if device.type == "cuda" else 1))
     return {"environment": environment(device), "rows": rows}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command.parser("sampling", __doc__).parse_args(arguments)
+    command.show(bench_sampling(command.pick_device(options.device), command.progress), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,12 +1,16 @@
-"""How the operator's time grows with length, beside SDPA's: one figure from a GPU's `tra bench op`."""
+"""A figure of the operator's time over length, beside SDPA's, from FILE: a GPU's `tra bench op --json`."""
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
+from benchmarks import command
+from benchmarks.compare import read_result
 from tra.report.style import COLOURS, SETTINGS, save
 
 LINES = {
@@ -21,7 +25,7 @@ LINES = {
 
 
 def write_speed_figure(result: dict[str, Any], out: Path) -> Path:
-    """Microseconds per 1,000 tokens against length, forward and with backward, heads of 64."""
+    """Draw microseconds per 1,000 tokens against length, forward and with backward, heads of 64."""
     modes = ("forward", "forward and backward")
     with plt.rc_context(SETTINGS):
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, sharey=True)
@@ -51,3 +55,15 @@ def write_speed_figure(result: dict[str, Any], out: Path) -> Path:
         figure.tight_layout()
         save(figure, out)
     return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(prog="python -m benchmarks.speed_figure", description=__doc__)
+    parser.add_argument("file", type=Path, help="the result as JSON; the figure is drawn beside it")
+    options = parser.parse_args(arguments)
+    print(write_speed_figure(read_result(options.file), options.file.with_suffix(".png")))
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

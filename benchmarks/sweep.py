@@ -17,39 +17,46 @@ from torch import Tensor
 
 import tra
 from benchmarks.step_kernels import kernel_times
-from tra.bench import kernels as bench
-from tra.ops.triton import block_shapes as _tiles
-from tra.ops.triton.block_shapes import Backward, Forward
+from tra.bench import inputs as bench_inputs
+from tra.ops.triton import block_shapes
+from tra.ops.triton.block_shapes import BackwardTile, ForwardTile
 
-Shapes = dict[int, Sequence[Forward | Backward]]
+Shapes = dict[int, Sequence[ForwardTile | BackwardTile]]
 FORWARD: Shapes = {
     64: [
-        Forward(64, keys, 4, stages, registers)
+        ForwardTile(64, keys, 4, stages, registers)
         for keys, registers in ((64, 0), (64, 168), (32, 0), (32, 168), (32, 128), (16, 128))
         for stages in (2, 3, 4)
     ],
-    128: [Forward(128, 64, 8, 3), Forward(64, 64, 4, 2), Forward(64, 32, 4, 3), Forward(64, 32, 4, 3, 168)],
+    128: [
+        ForwardTile(128, 64, 8, 3),
+        ForwardTile(64, 64, 4, 2),
+        ForwardTile(64, 32, 4, 3),
+        ForwardTile(64, 32, 4, 3, 168),
+    ],
 }
 BACKWARD: Shapes = {
-    64: [Backward(64, 64, keys, 4, 3, rows, 4, 3, limit) for keys, limit in ((64, 0), (32, 168)) for rows in (64, 32)],
-    128: [Backward(64, 64, 64, 4, 2, 32, 4, 3), Backward(64, 64, 32, 4, 3, 32, 4, 3)],
+    64: [
+        BackwardTile(64, 64, keys, 4, 3, rows, 4, 3, limit) for keys, limit in ((64, 0), (32, 168)) for rows in (64, 32)
+    ],
+    128: [BackwardTile(64, 64, 64, 4, 2, 32, 4, 3), BackwardTile(64, 64, 32, 4, 3, 32, 4, 3)],
 }
 CASES = ((256, None), (1024, None), (16_384, 0.0), (16_384, None), (65_536, None))
 KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel")
 
 
 def prepared(width: int, length: int, backward: bool) -> tuple[list[Tensor], float]:
-    case = bench.Case(width, length)
-    inputs = bench.make_inputs(case, torch.device("cuda"))
+    case = bench_inputs.Case(width, length)
+    inputs = bench_inputs.make_inputs(case, torch.device("cuda"))
     return [x.detach().requires_grad_(backward) for x in inputs], case.bound
 
 
-def choose(width: int, tile: Forward | Backward) -> None:
-    _tiles._chosen.clear()
-    if isinstance(tile, Forward):
-        _tiles.FORWARD[2, width] = (tile,)
+def choose(width: int, tile: ForwardTile | BackwardTile) -> None:
+    block_shapes._chosen.clear()
+    if isinstance(tile, ForwardTile):
+        block_shapes.FORWARD[2, width] = (tile,)
     else:
-        _tiles.BACKWARD[2, width] = _tiles.BACKWARD_SHORT[2, width] = (tile,)
+        block_shapes.BACKWARD[2, width] = block_shapes.BACKWARD_SHORT[2, width] = (tile,)
 
 
 def call(inputs: list[Tensor], bound: float, tolerance: float | None) -> None:
@@ -58,10 +65,10 @@ def call(inputs: list[Tensor], bound: float, tolerance: float | None) -> None:
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
-def compile_one(width: int, tile: Forward | Backward) -> None:
+def compile_one(width: int, tile: ForwardTile | BackwardTile) -> None:
     choose(width, tile)
-    bench.TOKENS = 2048
-    inputs, bound = prepared(width, 2048, isinstance(tile, Backward))
+    bench_inputs.TOKENS = 2048
+    inputs, bound = prepared(width, 2048, isinstance(tile, BackwardTile))
     for tolerance in (None, 0.0):
         call(inputs, bound, tolerance)
 
@@ -78,7 +85,7 @@ def main(shapes: Shapes) -> None:
         pool.starmap(compile_one, [(width, tile) for width, tiles in shapes.items() for tile in tiles], chunksize=1)
     for width, tiles in shapes.items():
         for length, tolerance in CASES:
-            inputs, bound = prepared(width, length, isinstance(tiles[0], Backward))
+            inputs, bound = prepared(width, length, isinstance(tiles[0], BackwardTile))
             for tile in tiles:
                 choose(width, tile)
                 walk = "full" if tolerance == 0.0 else "early"

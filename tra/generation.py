@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tra.attention import Cache, StaticCache, ThresholdRelativeAttention
 from tra.attention.shared.inputs import check_masks
-from tra.ops.triton.forward import is_the_best_choice
+from tra.ops.choice import auto_takes_triton
 
 if TYPE_CHECKING:
     from tra.model import Decoder
@@ -238,7 +238,7 @@ def _runs_without_host(model: Decoder, device: torch.device) -> bool:
     """Return whether a step never waits for the device. TRA in PyTorch, without the kernels, does."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.lm_head.weight.dtype
     return all(
-        layer.impl == "triton" or (layer.impl == "auto" and is_the_best_choice(device, dtype, layer.head_width))
+        layer.impl == "triton" or (layer.impl == "auto" and auto_takes_triton(device, dtype, layer.head_width))
         for layer in model.modules()
         if isinstance(layer, ThresholdRelativeAttention)
     )

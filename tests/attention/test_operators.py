@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tra.attention.entmax import _halved_below_zero, _weights, entmax15
+from tra.attention.entmax import entmax15
 from tra.attention.shared.rotation import rotations
-from tra.ops.counting import count_from_the_right
-from tra.ops.running_sums import sum_from_the_right
-from tra.ops.softmax import softmax_or_nothing
+from tra.ops.compiler_workarounds import (
+    count_from_the_right,
+    entmax_weights,
+    halved_below_zero,
+    softmax_or_nothing,
+    sum_from_the_right,
+)
 
 
 def logits() -> Tensor:
@@ -25,8 +29,8 @@ def logits() -> Tensor:
 CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "softmax": (softmax_or_nothing, lambda: (logits(),)),
     "sums": (sum_from_the_right, lambda: (torch.randn(2, 9, dtype=torch.float64, requires_grad=True),)),
-    "halved": (_halved_below_zero, lambda: (logits(),)),
-    "entmax": (_weights, lambda: (logits(), torch.full((2, 3, 5, 1), -0.5).double())),
+    "halved": (halved_below_zero, lambda: (logits(),)),
+    "entmax": (entmax_weights, lambda: (logits(), torch.full((2, 3, 5, 1), -0.5).double())),
     "rotations": (rotations, lambda: (torch.arange(6)[None], 8, 500.0, torch.float32)),
 }
 

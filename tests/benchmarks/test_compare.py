@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import compare as script
+from benchmarks import speed_figure, trained
 from benchmarks.compare import compare
-from tra.bench.kernels import SHIPPED, Case, cases, make_inputs, trained_inputs
-from tra.cli.main import parse
+from tra.bench.inputs import SHIPPED, Case, make_inputs, trained_inputs
+from tra.bench.kernels import cases
 from tra.model import Decoder
 from tra.presets import preset
 from tra.runs import RunFolder
@@ -56,31 +59,40 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     old.write_text(json.dumps(RESULT))
     new.write_text(json.dumps(changed(ms=99.0)))
     bad.write_text("{}")
-    assert parse(["bench", "compare", str(old), str(old)])() == 0
-    assert parse(["bench", "compare", str(old), str(new)])() == 1
+    assert script.main([str(old), str(old)]) == 0
+    assert script.main([str(old), str(new)]) == 1
     assert "1 of 24 are more than 10 % worse" in capsys.readouterr().out
-    assert parse(["bench", "figure", str(old)])() == 0
+    assert speed_figure.main([str(old)]) == 0
     assert old.with_suffix(".png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("main", "arguments", "message"),
     [
-        (["compare", "old.json"], "takes two files"),
-        (["compare", "old.json", "bad.json"], "is no result of"),
-        (["compare", "old.json", "none.json"], "does not exist"),
-        (["step", "old.json"], "takes no files"),
-        (["step", "--only", "rop"], "did you mean 'rope'"),
-        (["trained", "flipflop-tra"], "takes a run and a token store, got 1 names"),
-        (["trained", "flipflop-tra", "nowhere", "--device", "cpu"], "the kernels, which need a GPU"),
+        (script.main, ["old.json", "bad.json"], "is no result of"),
+        (script.main, ["old.json", "none.json"], "does not exist"),
+        (speed_figure.main, ["none.json"], "does not exist"),
+        (trained.main, ["flipflop-tra", "nowhere", "--device", "cpu"], "the kernels, which need a GPU"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments(
+    main: Callable[[list[str]], int],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("old.json").write_text(json.dumps(RESULT))
     Path("bad.json").write_text("{}")
     with pytest.raises(ValueError, match=message):
-        parse(["bench", *arguments])()
+        main(arguments)
+
+
+@pytest.mark.parametrize(("main", "arguments"), [(script.main, ["old.json"]), (trained.main, ["flipflop-tra"])])
+def test_missing_arguments(main: Callable[[list[str]], int], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
 
 
 def test_cases_differ_and_have_their_kept_keys() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prepare import bench_prepare
-from tra.cli.bench import bench
+from benchmarks.prepare import bench_prepare, main
 from tra.text import shipped_text
 
 
@@ -24,9 +23,9 @@ def test_a_row_per_size(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*none\.txt"):
-        bench("prepare", (tmp_path / "none.txt",))
-    with pytest.raises(ValueError, match=r"bench prepare takes one text, got b\.txt"):
-        bench("prepare", (Path("a.txt"), Path("b.txt")))
+        main([str(tmp_path / "none.txt")])
+    with pytest.raises(SystemExit, match="2"):
+        main(["a.txt", "b.txt"])
     (tmp_path / "a.txt").write_bytes(b"\xff\n")
     with pytest.raises(ValueError, match=r"is not UTF-8 text"):
         bench_prepare(tmp_path / "a.txt", megabytes=(1,))

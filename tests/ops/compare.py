@@ -1,8 +1,8 @@
 """How implementations are compared: exact scores, and an allowed error that plain PyTorch sets.
 
 TRA is discontinuous at the threshold. Queries and keys from multiples of 1/4 in [-2, 2] have the same scores in any
-order of summation and any dtype, ties included, so kept masks agree to the bit. The allowed error follows
-flash-attention's tests: twice that of plain PyTorch in the same dtype, both against float64.
+order of summation and any dtype, ties included, so kept masks agree to the bit. The rule is that of `tra.bench.judge`:
+twice the error of plain PyTorch in the same dtype, both against float64.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tra
+from tra.bench.judge import errors, plain_attention, rms
 from tra.ops.inputs import compute_dtype
 
 
@@ -66,34 +67,8 @@ def run(inputs: Inputs, grad_out: Tensor, impl: str, **options: object) -> tuple
     return out.detach(), *torch.autograd.grad(out, inputs, grad_out.to(out.dtype))
 
 
-def plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_forget: Tensor,
-    seen: Tensor,
-    scale: float | None = None,
-    threshold: float = 0.0,
-) -> Tensor:
-    """What one would write without thinking of precision: S and P rounded to the dtype, sums in float32.
-
-    Args:
-        seen: `[B, 1, Tq, Tk]` bool.
-    """
-    dtype, group = query.dtype, query.shape[1] // key.shape[1]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    wide = compute_dtype(dtype)
-    key, value = (x.repeat_interleave(group, 1).to(wide) for x in (key, value))
-    scores = (query.to(wide) @ key.mT * scale).to(dtype).to(wide)
-    kept = seen & (scores > threshold)
-    distance = kept.flip(-1).cumsum(-1).flip(-1)
-    logits = (scores + log_forget[..., None] * distance).masked_fill(~kept, -torch.inf)
-    weights = torch.softmax(logits, -1).masked_fill(~kept.any(-1, keepdim=True), 0.0)
-    return (weights.to(dtype).to(wide) @ value).to(dtype)
-
-
 def run_plain(inputs: Inputs, grad_out: Tensor, seen: Tensor, **options: float) -> tuple[Tensor, ...]:
-    out = plain(*inputs, seen, **options)
+    out = plain_attention(*inputs, seen, **options)
     return out.detach(), *torch.autograd.grad(out, inputs, grad_out.to(out.dtype))
 
 
@@ -105,9 +80,9 @@ def rounding_floor(inputs: Inputs, grad_out: Tensor, dtype: torch.dtype | None =
     """
     query, key, value, _ = (x.detach().double() for x in inputs)
     group = query.shape[1] // key.shape[1]
-    grad_score = _rms(grad_out.double() @ value.repeat_interleave(group, 1).mT)
+    grad_score = rms(grad_out.double() @ value.repeat_interleave(group, 1).mT)
     grad_logit = grad_score * query.shape[-1] ** -0.5
-    terms = (_rms(value), grad_logit * _rms(key), grad_logit * _rms(query), _rms(grad_out.double()), grad_score)
+    terms = (rms(value), grad_logit * rms(key), grad_logit * rms(query), rms(grad_out.double()), grad_score)
     return tuple(torch.finfo(dtype or compute_dtype(inputs.query.dtype)).eps * term for term in terms)
 
 
@@ -120,14 +95,8 @@ def assert_within_rule(
     """Error at most twice plain PyTorch's, for the output and every gradient."""
     names = ("output", "query", "key", "value", "log_forget")
     for name, ours, theirs, truth, least in zip(names, got, plainly, exact, floor, strict=True):
-        error = _rms(ours.double() - truth.double())
-        allowed = max(2 * _rms(theirs.double() - truth.double()), least)
+        error, allowed = errors(ours, theirs, truth, least)
         assert error <= allowed, f"{name}: error {error:.3g} exceeds {allowed:.3g}"
-
-
-def _rms(error: Tensor) -> float:
-    """Over the whole tensor: a row or a block gone wrong shows, the luck of a single rounding doesn't."""
-    return float(error.square().mean().sqrt())
 
 
 def causal(n_queries: int, n_keys: int) -> Tensor:

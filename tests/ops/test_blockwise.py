@@ -9,7 +9,7 @@ from torch import Tensor
 import tra
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
-from tra.ops import block_layout as _layout
+from tra.ops import block_layout
 
 LENGTHS = (1, 63, 111, 257)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -202,4 +202,4 @@ def test_activation_checkpointing_repeats_the_dropout() -> None:
 
 def test_blocks_cover_more_than_one_block() -> None:
     """The lengths above reach across a block boundary; if blocks grow, so must the tests."""
-    assert _layout.key_block(torch.device("cpu")) < max(LENGTHS)
+    assert block_layout.key_block_size(torch.device("cpu")) < max(LENGTHS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,15 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tra
+from benchmarks.decode_mismatches import mismatches
 from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding
 from tests.ops.test_fused import DEVICE, DTYPES, LENGTHS, MOSTLY_HALF, WIDTHS
 from tests.slow import slow
-from tra.bench.decode import mismatches
-from tra.ops.triton import decode
-from tra.ops.triton import forward as fused
-from tra.ops.triton import launch as _launch
-from tra.ops.triton.block_shapes import Forward
+from tra.bench.judge import errors, plain_attention, rms
+from tra.ops import choice
+from tra.ops.options import AttentionOptions
+from tra.ops.triton import decode, decode_plan, forward, launch
+from tra.ops.triton.block_shapes import ForwardTile
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
@@ -36,8 +38,16 @@ ALL_BOUNDS, MOSTLY_EARLY = (
 
 
 SHIPPED = {
-    name: getattr(decode, name)
-    for name in ("PIECE", "FEW_KEYS", "LATER_PIECE", "GROWTH", "FIRST_PIECES", "ALONE", "ALONE_FULL")
+    name: getattr(decode_plan, name)
+    for name in (
+        "PIECE_KEYS",
+        "MAX_SHORT_KEYS",
+        "LATER_PIECE_KEYS",
+        "PHASE_GROWTH",
+        "MAX_FIRST_PIECES",
+        "MAX_ONE_PIECE_KEYS",
+        "MAX_ONE_PIECE_KEYS_FULL",
+    )
 }
 
 
@@ -45,15 +55,15 @@ SHIPPED = {
 def small_pieces() -> Iterator[None]:
     """Phases that end at 128, 512 and 2048 keys, the first in pieces of 32, and a stop at any length."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_launch, "EARLY_ABOVE", 0)
-        patch.setattr(decode, "PIECE", 32)
-        patch.setattr(decode, "FEW_KEYS", 0)
-        patch.setattr(decode, "ALONE", 0)
-        patch.setattr(decode, "ALONE_FULL", 0)
-        patch.setattr(decode, "LATER_PIECE", 64)
-        patch.setattr(decode, "GROWTH", 4)
-        patch.setattr(decode, "FIRST_PIECES", 4)
-        patch.setattr(decode, "_processors", lambda _: 8)
+        patch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
+        patch.setattr(decode_plan, "PIECE_KEYS", 32)
+        patch.setattr(decode_plan, "MAX_SHORT_KEYS", 0)
+        patch.setattr(decode_plan, "MAX_ONE_PIECE_KEYS", 0)
+        patch.setattr(decode_plan, "MAX_ONE_PIECE_KEYS_FULL", 0)
+        patch.setattr(decode_plan, "LATER_PIECE_KEYS", 64)
+        patch.setattr(decode_plan, "PHASE_GROWTH", 4)
+        patch.setattr(decode_plan, "MAX_FIRST_PIECES", 4)
+        patch.setattr(decode_plan, "processor_count", lambda _: 8)
         yield
 
 
@@ -62,7 +72,7 @@ def inputs_here(seed: int, **options: object) -> Inputs:
 
 
 def attend(inputs: tuple[Tensor, ...], **options: object) -> Tensor:
-    assert decode.takes(*inputs[:3])
+    assert choice.decode_fits(*inputs[:3])
     with torch.no_grad():
         return tra.threshold_relative_attention(*inputs, impl="triton", **options)
 
@@ -75,11 +85,10 @@ def check(inputs: Inputs, seen: Tensor, plain_options: dict[str, float] | None =
     got = attend(inputs, **options)
     with torch.no_grad():
         right = tra.threshold_relative_attention(*inputs.to(torch.float64), impl="reference", **options)
-        plainly = compare.plain(*inputs, seen.to(DEVICE), **(plain_options or {}))
-    error, allowed = (compare._rms(x.double() - right) for x in (got, plainly))
+        plainly = plain_attention(*inputs, seen.to(DEVICE), **(plain_options or {}))
     roundings = 2 if DEVICE == "cuda" else 1
-    least = roundings * torch.finfo(torch.float32).eps * compare._rms(inputs.value.double())
-    assert error <= max(2 * allowed, least), f"error {error:.3g}, plain PyTorch's {allowed:.3g}"
+    error, allowed = errors(got, plainly, right, roundings * torch.finfo(torch.float32).eps * rms(inputs.value))
+    assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g}"
     return got
 
 
@@ -131,8 +140,8 @@ def test_rows_that_begin_anywhere() -> None:
         assert copied.data_ptr() % 16 == 0
         assert torch.equal(attend(inputs._replace(key=key, value=value)), right)
     odd = inputs_here(0, batch=1, heads=2, n_queries=2, n_keys=150, width=17, dtype=dtype)
-    assert not decode.takes(*odd[:3])
-    assert decode.takes(*odd.to(torch.float32)[:3])
+    assert not choice.decode_fits(*odd[:3])
+    assert choice.decode_fits(*odd.to(torch.float32)[:3])
 
 
 @MOSTLY_EARLY
@@ -189,9 +198,9 @@ def test_packed_sequences() -> None:
     seen = torch.zeros(1, 1, 5, 300, dtype=torch.bool)
     for begin, end, first, last in ((0, 1, 0, 5), (1, 3, 5, 107), (3, 5, 107, 300)):
         seen[..., begin:end, first:last] = causal(end - begin, last - first)
-    plainly = compare.plain(*(x.transpose(0, 1)[None] for x in inputs), seen.to(DEVICE))[0].transpose(0, 1)
-    least = torch.finfo(torch.float32).eps * compare._rms(inputs.value.double())
-    assert compare._rms(out.double() - right) <= max(2 * compare._rms(plainly.double() - right), least)
+    plainly = plain_attention(*(x.transpose(0, 1)[None] for x in inputs), seen.to(DEVICE))[0].transpose(0, 1)
+    error, allowed = errors(out, plainly, right, torch.finfo(torch.float32).eps * rms(inputs.value))
+    assert error <= allowed
 
 
 @pytest.mark.parametrize("threshold", [0.75, math.inf, *slow(0.3, -0.7, -0.75, -math.inf)])
@@ -227,10 +236,10 @@ LARGEST = math.log(2.0**-24 / torch.finfo(torch.float32).tiny) / 2
 def test_whose_reference_is_fixed() -> None:
     layers = [math.sqrt(width) * (1 + 2.0**-7) for width in (16, 64, 128, 256)]
     for dtype in (torch.bfloat16, torch.float32):
-        assert all(decode._fixed(dtype, bound) for bound in (0.0, *layers, LARGEST * (1 - 1e-9)))
-        assert not any(decode._fixed(dtype, bound) for bound in (None, LARGEST * (1 + 1e-9), 1e30))
+        assert all(decode._reference_is_fixed(dtype, bound) for bound in (0.0, *layers, LARGEST * (1 - 1e-9)))
+        assert not any(decode._reference_is_fixed(dtype, bound) for bound in (None, LARGEST * (1 + 1e-9), 1e30))
         assert torch.finfo(dtype).tiny == torch.finfo(torch.float32).tiny
-    assert not any(decode._fixed(torch.float16, bound) for bound in (None, 0.0, 1.0, 8.0))
+    assert not any(decode._reference_is_fixed(torch.float16, bound) for bound in (None, 0.0, 1.0, 8.0))
 
 
 def at_the_bound(bound: float, gate: float, n_keys: int = 300) -> Inputs:
@@ -340,7 +349,7 @@ def test_a_mask_costs_no_copy_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: object) -> None:
         raise AssertionError("the keys were copied")
 
-    monkeypatch.setattr(fused, "without_padding", refuse)
+    monkeypatch.setattr(forward, "without_padding", refuse)
     attend(inputs_here(0, n_queries=1, n_keys=40), key_mask=padding("left", 2, 40).to(DEVICE))
 
 
@@ -349,13 +358,13 @@ def test_a_mask_costs_no_copy_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("n_blocks", [1, 4, 63, 64, 65, 1024, 4096, 2**20])
 def test_phases_cover_the_keys(n_blocks: int, heads: int, early: bool) -> None:
     """As the kernel cuts them, for any length that a cache of this capacity may have."""
-    plan = decode.phases(n_blocks, heads, 64, 132, early, 256)
+    plan = decode_plan.phases(n_blocks, heads, 64, 132, early, 256)
     for length in {1, n_blocks // 3, n_blocks // 2, n_blocks - 1, n_blocks} - {0}:
         end = length  # blocks from here on have been taken
         for phase in plan:
             high = length - 1 - phase.start
-            low = max(0, high - phase.span + 1)
-            each = max(-(-max(high - low + 1, 0) // phase.pieces), phase.least)
+            low = max(0, high - phase.blocks + 1)
+            each = max(-(-max(high - low + 1, 0) // phase.pieces), phase.min_blocks)
             for piece in range(phase.pieces):
                 newest = high - piece * each
                 oldest = max(low, newest - each + 1)
@@ -371,10 +380,10 @@ def test_phases_cover_the_keys(n_blocks: int, heads: int, early: bool) -> None:
 def test_plans_of_short_and_long_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the constants as shipped: a processor's worth of heads, few heads, and long full walks."""
     for name, value in SHIPPED.items():
-        monkeypatch.setattr(decode, name, value)
+        monkeypatch.setattr(decode_plan, name, value)
 
     def pieces(n_keys: int, heads: int, early: bool, piece: int | None = None) -> list[int]:
-        return [phase.pieces for phase in decode.phases(-(-n_keys // 64), heads, 64, 132, early, piece)]
+        return [phase.pieces for phase in decode_plan.phases(-(-n_keys // 64), heads, 64, 132, early, piece)]
 
     assert pieces(2048, 132, True) == pieces(1024, 132, False) == [1]
     assert len(pieces(2048 + 64, 132, True)) == 2
@@ -396,9 +405,9 @@ def test_plans_of_short_and_long_caches(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_short_caches_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single piece writes the output itself."""
-    from tra.ops.triton import decode_kernels as _decode_kernel
+    from tra.ops.triton import decode_kernels
 
-    monkeypatch.setattr(_decode_kernel, "merge_kernel", None)
+    monkeypatch.setattr(decode_kernels, "merge_kernel", None)
     inputs = inputs_here(1, n_queries=1, n_keys=30)
     check(inputs, causal(1, 30))
     with pytest.raises(TypeError, match="NoneType"):
@@ -437,7 +446,7 @@ def test_a_stop_reads_no_further(n_queries: int, kind: str, monkeypatch: pytest.
 
     All keys are one piece here. What is older is NaN, in keys and in values, and would show if it were read.
     """
-    monkeypatch.setattr(decode, "PIECE", 1024)
+    monkeypatch.setattr(decode_plan, "PIECE_KEYS", 1024)
     length, capacity = 600, 600 if kind == "growing" else 800
     inputs = inputs_here(5, kv_heads=1, n_queries=n_queries, n_keys=capacity)
     inputs.log_forget.fill_(-3.0)
@@ -464,14 +473,16 @@ def test_the_merge_passes_over_what_is_older_than_a_stop() -> None:
     assert torch.equal(attend(inputs, score_bound=16.0), clean)
 
 
-def pieces_of(inputs: Inputs, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[list[decode.Phase], Tensor]:
+def pieces_of(
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> tuple[list[decode_plan.Phase], Tensor]:
     """Phases, and of every piece `[B Hkv, pieces, 4]` what it leaves for the first row: reference, sum, count, stop."""
     made: list[Tensor] = []
-    plans: list[list[decode.Phase]] = []
-    empty, phases = torch.empty, decode.phases
+    plans: list[list[decode_plan.Phase]] = []
+    empty, phases = torch.empty, decode_plan.phases
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1])
-        patch.setattr(decode, "phases", lambda *args: plans.append(phases(*args)) or plans[-1])
+        patch.setattr(decode_plan, "phases", lambda *args: plans.append(phases(*args)) or plans[-1])
         attend(inputs, **options)
     stats, plan = made[-1], plans[-1]
     heads, rows = inputs.key.shape[0] * inputs.key.shape[1], inputs.query.shape[1:3].numel() // inputs.key.shape[1]
@@ -479,8 +490,8 @@ def pieces_of(inputs: Inputs, monkeypatch: pytest.MonkeyPatch, **options: object
 
 
 def test_few_keys_are_cut_finer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "PIECE", 64)
-    monkeypatch.setattr(decode, "FEW_KEYS", 320)
+    monkeypatch.setattr(decode_plan, "PIECE_KEYS", 64)
+    monkeypatch.setattr(decode_plan, "MAX_SHORT_KEYS", 320)
     for length, pieces in ((320, 10), (321, 6)):
         plan, found = pieces_of(inputs_here(5, batch=1, n_queries=1, n_keys=length), monkeypatch)
         assert [phase.pieces for phase in plan] == [pieces]
@@ -534,7 +545,7 @@ def test_dropped_weight_is_within_tolerance(
     content: str, gate: float, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unit vectors as values: the output is the weights, up to what was left out, by which the others are larger."""
-    monkeypatch.setattr(decode, "_processors", lambda _: 4)  # fewer than blocks, which come in phases then
+    monkeypatch.setattr(decode_plan, "processor_count", lambda _: 4)  # fewer than blocks, which come in phases then
     length = 256
     query, key = (x.to(DEVICE) for x in compare.contents(content, 1, length, heads=1, kept=0.05))
     query = query[:, :, -4:]
@@ -605,13 +616,13 @@ def test_mismatches_are_counted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     """Here on scores that are exact, and with a decode that drops the key of the highest weight."""
     options = {"width": 16, "dtype": dtype, "draws": 1, "heads": 1, "length": 32, "content": "exact", "device": DEVICE}
     assert mismatches(16, **options) == 0
-    original = decode.attend
+    original = decode.decode_attention
 
     def forgetful(*args: Tensor, **kwargs: object) -> Tensor:
         out = original(*args, **kwargs)
         return out.scatter(-1, out.argmax(-1, keepdim=True), 0.0)
 
-    monkeypatch.setattr(decode, "attend", forgetful)
+    monkeypatch.setattr(decode, "decode_attention", forgetful)
     assert mismatches(16, **options) > 16
 
 
@@ -641,14 +652,14 @@ def test_pieces_merge_to_the_same_as_one(
     if masked:
         mask = torch.rand(batch, n_queries + extra, generator=torch.Generator().manual_seed(seed)).to(DEVICE) < 0.7
         seen = seen & mask[:, None, None]
-    options = {"scale": 0.25, "threshold": 0.0, "score_bound": 16.0, "tolerance": 2.0**-24 if early else 0.0}
-    cut = decode.attend(*inputs, None, None, mask, **options, piece=piece)
-    whole = decode.attend(*inputs, None, None, mask, **(options | {"tolerance": 0.0}), piece=2**20)
+    options = AttentionOptions(0.25, score_bound=16.0, tolerance=2.0**-24 if early else 0.0)
+    cut = decode.decode_attention(*inputs, None, None, mask, options, piece=piece)
+    whole = decode.decode_attention(*inputs, None, None, mask, replace(options, tolerance=0.0), piece=2**20)
     with torch.no_grad():
         right = tra.threshold_relative_attention(*inputs.to(torch.float64), key_mask=mask, impl="reference")
-        plainly = compare.plain(*inputs, seen)
-    error, single, usual = (compare._rms(x.double() - right) for x in (cut, whole, plainly))
-    assert error <= max(2 * single, 2 * usual, torch.finfo(torch.float32).eps * compare._rms(inputs.value.double()))
+        plainly = plain_attention(*inputs, seen)
+    error, single, usual = (rms(x.double() - right) for x in (cut, whole, plainly))
+    assert error <= max(2 * single, 2 * usual, torch.finfo(torch.float32).eps * rms(inputs.value.double()))
 
 
 def test_registered_with_torch_library() -> None:
@@ -698,11 +709,12 @@ def test_captured_in_a_cuda_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("size", "width", "tile"), [(size, width, tile) for (size, width), tiles in decode.TILES.items() for tile in tiles]
+    ("size", "width", "tile"),
+    [(size, width, tile) for (size, width), tiles in decode_plan.TILES.items() for tile in tiles],
 )
-def test_every_tile(size: int, width: int, tile: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile(size: int, width: int, tile: ForwardTile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that another GPU would take."""
-    monkeypatch.setattr(decode, "_candidates", lambda *_: (tile,))
+    monkeypatch.setattr(decode_plan, "decode_tiles", lambda *_: (tile,))
     dtype = torch.bfloat16 if size == 2 else torch.float32
     inputs = inputs_here(1, heads=8, kv_heads=2, n_queries=3, n_keys=900, width=width, dtype=dtype)
     monkeypatch.setattr("tra.ops.triton.block_shapes._chosen", {})

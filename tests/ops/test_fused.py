@@ -17,12 +17,9 @@ from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tests.slow import slow
 from tra.ops import attention_map
-from tra.ops.raw_threshold import cut
-from tra.ops.triton import backward as fused_backward
-from tra.ops.triton import block_shapes as _tiles
-from tra.ops.triton import forward as fused
-from tra.ops.triton import launch as _launch
-from tra.ops.triton.launch import together
+from tra.ops.raw_threshold import raw_threshold
+from tra.ops.triton import backward, block_shapes, forward, launch
+from tra.ops.triton.launch import heads_sorted_together
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -41,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings(  # of the interpreter
 @pytest.fixture(autouse=True)
 def stops_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are short; the early stop is what most of them are about."""
-    monkeypatch.setattr(_launch, "EARLY_ABOVE", 0)
+    monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
 
 
 def inputs_here(*args: int, **options: object) -> Inputs:
@@ -146,7 +143,7 @@ def test_threshold_and_scale(threshold: float, scale: float) -> None:
 def test_the_cut_decides_as_the_definition(scale: float, threshold: float) -> None:
     near = torch.tensor(threshold / scale if scale else 1.0).nan_to_num()
     x = torch.cat([near + torch.arange(-50, 51) * near.abs().clamp(min=1e-38) * 2**-24, torch.tensor([-1.0, 0.0, 1.0])])
-    assert torch.equal(x <= cut(scale, threshold), x * scale <= threshold)
+    assert torch.equal(x <= raw_threshold(scale, threshold), x * scale <= threshold)
 
 
 @pytest.mark.parametrize("gate", [-0.1, *slow(-20.0, -3.0, -1e-4, 0.0)])
@@ -231,7 +228,7 @@ def test_packed_sequences_equal_one_by_one(lengths: list[int]) -> None:
 def test_any_layout_in_memory(dtype: torch.dtype, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns apart, heads beside each other, a batch that is one tensor twice, gradients that are one number."""
     if chunked:
-        monkeypatch.setattr(fused_backward, "_transient_bytes", lambda _: 1)
+        monkeypatch.setattr(backward, "_transient_bytes", lambda _: 1)
     query, key, value, log_forget = (x.detach() for x in inputs_here(4, n_queries=100, dtype=dtype))
     laid_out = (
         query.mT.contiguous().mT,
@@ -272,11 +269,11 @@ def test_twice_run_is_bit_identical() -> None:
 @pytest.mark.parametrize("number", [3, *slow(2, 6)])  # of 12 heads, and of 6 of keys
 def test_in_whatever_order_blocks_are_taken_results_are_the_same(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, grad_out = inputs_here(17, heads=6, kv_heads=3, n_queries=150), torch.ones(2, 6, 150, 16, device=DEVICE)
-    monkeypatch.setattr(_launch, "EARLY_ABOVE", 150)  # long walks' gradients of queries aren't sorted
+    monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 150)  # long walks' gradients of queries aren't sorted
     results = []
     for sorted_together in (1, number):
-        for module in (fused, fused_backward):
-            monkeypatch.setattr(module, "together", lambda *_, found=sorted_together, **__: found)
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "heads_sorted_together", lambda *_, found=sorted_together, **__: found)
         results.append(run(inputs, grad_out, "triton", tolerance=0.0))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -286,13 +283,13 @@ def test_in_whatever_order_blocks_are_taken_results_are_the_same(number: int, mo
     [(1024, 7, 1), (1024, 8, 128), (1024, 16, 64), (96, 16, 48), (16, 256, 4), (17, 256, 1), (31, 64, 31)],
 )
 def test_how_many_heads_are_sorted_together(heads: int, blocks: int, expected: int) -> None:
-    assert together(heads, blocks) == expected
-    assert together(heads, blocks, early=True) == heads
+    assert heads_sorted_together(heads, blocks) == expected
+    assert heads_sorted_together(heads, blocks, early=True) == heads
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, 1), (8, 8), (16, 16), (17, 17), (34, 17), (1024, 16)])
 def test_long_walks_share_their_keys_over_more_heads(heads: int, expected: int) -> None:
-    assert together(heads, 256, least=16) == expected
+    assert heads_sorted_together(heads, 256, min_heads=16) == expected
 
 
 @pytest.mark.skipif(ON_GPU, reason="long enough sequences have several parts there")
@@ -300,14 +297,14 @@ def test_long_walks_share_their_keys_over_more_heads(heads: int, expected: int) 
 def test_row_blocks_listed_in_parts(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton.language as tl
 
-    from tra.ops.triton import backward_kernels as _backward_kernels
+    from tra.ops.triton import backward_kernels
 
     inputs, grad_out = inputs_here(19, batch=1, n_queries=330, n_keys=350), torch.ones(1, 2, 330, 16)
     inputs.log_forget.data.fill_(-0.05)
     inputs.log_forget.data[:, :, ::100] = 0.0  # their blocks' walks go all the way, others stop
     mask = padding("left", 1, 350) if masked else None
     whole = run(inputs, grad_out, "triton", key_mask=mask)
-    monkeypatch.setattr(_backward_kernels, "PART", tl.constexpr(2))  # of eleven
+    monkeypatch.setattr(backward_kernels, "LISTED_AT_ONCE", tl.constexpr(2))  # of eleven
     parts = run(inputs, grad_out, "triton", key_mask=mask)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
@@ -316,15 +313,15 @@ def test_row_blocks_listed_in_parts(masked: bool, monkeypatch: pytest.MonkeyPatc
 @MOSTLY_HALF
 def test_how_many_threads_load_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the numbers of rows; compiled kernels have more threads than rows, or as many."""
-    forward, backward = _tiles.INTERPRETED
+    forward_tile, backward_tile = block_shapes.INTERPRETED
     inputs, grad_out = inputs_here(18, batch=1, n_queries=200, dtype=dtype), torch.ones(1, 2, 200, 16, dtype=dtype)
-    inputs.log_forget.data.fill_(-1.0)  # so that most walks stop, and who came is listed
+    inputs.log_forget.data.fill_(-1.0)  # so that most walks stop, and row blocks are listed
     inputs.log_forget.data[:, :, 150] = 0.0
     results = []
     for rows, warps in ((32, 1), (16, 1), (16, 4)):
-        tile = backward._replace(key_rows=rows, key_warps=warps)
-        monkeypatch.setattr(_tiles, "INTERPRETED", (forward, tile))
-        monkeypatch.setattr(_tiles, "_chosen", {})
+        tile = backward_tile._replace(key_rows=rows, key_warps=warps)
+        monkeypatch.setattr(block_shapes, "INTERPRETED", (forward_tile, tile))
+        monkeypatch.setattr(block_shapes, "_chosen", {})
         results.append(run(inputs, grad_out, "triton", score_bound=8.0))
     assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
     for one, other in zip(*results[:2], strict=True):
@@ -364,7 +361,7 @@ def test_chunks_of_rows_add_up(dtype: torch.dtype, masked: bool, monkeypatch: py
     inputs = inputs_here(9, heads=4, kv_heads=2, n_queries=150, n_keys=170, dtype=dtype)
     mask = padding("right", 2, 170) if masked else torch.ones(2, 170, dtype=torch.bool)
     seen = causal(150, 170) & mask[:, None, None]
-    monkeypatch.setattr(fused_backward, "_transient_bytes", lambda _: 1)
+    monkeypatch.setattr(backward, "_transient_bytes", lambda _: 1)
     check(inputs, seen, key_mask=mask.to(DEVICE) if masked else None)
 
 
@@ -407,7 +404,7 @@ def test_short_sequences_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None
     inputs = (query, key, value, torch.full((1, 1, 300), -0.5, device=DEVICE))
     full = tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.0)
     assert not torch.equal(tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.3), full)
-    monkeypatch.setattr(_launch, "EARLY_ABOVE", 300)
+    monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 300)
     assert torch.equal(tra.threshold_relative_attention(*inputs, impl="triton", tolerance=0.3), full)
 
 
@@ -567,24 +564,27 @@ def test_what_it_cannot_take_it_says(change, message: str) -> None:  # type: ign
         tra.threshold_relative_attention(*inputs, impl="triton")
 
 
-def tiles_of(table: dict[tuple[int, int], tuple[_tiles.Tile, ...]]) -> list[tuple[int, int, _tiles.Tile]]:
+def tiles_of(table: dict[tuple[int, int], tuple[block_shapes.Tile, ...]]) -> list[tuple[int, int, block_shapes.Tile]]:
     return [(size, width, tile) for (size, width), tiles in table.items() for tile in tiles]
 
 
-ALL_TILES = [*tiles_of(_tiles.FORWARD), *dict.fromkeys(tiles_of(_tiles.BACKWARD) + tiles_of(_tiles.BACKWARD_SHORT))]
+ALL_TILES = [
+    *tiles_of(block_shapes.FORWARD),
+    *dict.fromkeys(tiles_of(block_shapes.BACKWARD) + tiles_of(block_shapes.BACKWARD_SHORT)),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("size", "width", "tile"), ALL_TILES, ids=str)
-def test_every_tile(size: int, width: int, tile: _tiles.Forward | _tiles.Backward, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_every_tile(size: int, width: int, tile: block_shapes.Forward | block_shapes.Backward, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Also those that another GPU would take."""
-    listed = _tiles.candidates
+    listed = block_shapes.candidates
 
     def only(table, *args):  # type: ignore[no-untyped-def]
         return (tile,) if isinstance(tile, type(next(iter(table.values()))[0])) else listed(table, *args)
 
-    monkeypatch.setattr(_tiles, "candidates", only)
-    monkeypatch.setattr(_tiles, "_chosen", {})
+    monkeypatch.setattr(block_shapes, "candidates", only)
+    monkeypatch.setattr(block_shapes, "_chosen", {})
     dtype = torch.bfloat16 if size == 2 else torch.float32
     inputs = inputs_here(1, heads=4, kv_heads=2, n_queries=300, width=width, dtype=dtype)
     check(inputs, causal(300, 300), {"scale": 1 / width}, scale=1 / width, score_bound=4.0)
@@ -602,8 +602,8 @@ class Memory:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_small_gpu_gets_a_small_tile(shared: int, width: int, itemsize: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Memory(shared))
-    for table in (_tiles.FORWARD, _tiles.BACKWARD, _tiles.BACKWARD_SHORT):
-        tiles = _tiles.candidates(table, width, width, itemsize, torch.device("cuda"))
+    for table in (block_shapes.FORWARD, block_shapes.BACKWARD, block_shapes.BACKWARD_SHORT):
+        tiles = block_shapes.candidates(table, width, width, itemsize, torch.device("cuda"))
         assert tiles
         if shared >= 99 << 10:  # the least that any GPU since Ampere has
             assert all(tile.shared_memory(width, width, itemsize) <= shared for tile in tiles)
@@ -612,29 +612,29 @@ def test_a_small_gpu_gets_a_small_tile(shared: int, width: int, itemsize: int, m
 def test_a_tile_that_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
-    monkeypatch.setattr(_tiles, "_chosen", {})
-    tiles = _tiles.FORWARD[2, 64]
+    monkeypatch.setattr(block_shapes, "_chosen", {})
+    tiles = block_shapes.FORWARD[2, 64]
     launched = []
 
-    def launch(tile: _tiles.Forward) -> None:
+    def launch(tile: block_shapes.Forward) -> None:
         launched.append(tile)
         if tile is tiles[0]:
             raise OutOfResources(1 << 20, 1 << 16, "shared memory")
 
     for _ in range(2):
-        _tiles.run("kind", 100, tiles, launch)
+        block_shapes.run("kind", 100, tiles, launch)
     assert launched == [tiles[0], tiles[1], tiles[1]]
 
 
 @pytest.mark.gpu
 def test_tuning_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A length within the same power of two starts no new search."""
-    monkeypatch.setattr(_tiles, "_chosen", {})
+    monkeypatch.setattr(block_shapes, "_chosen", {})
     monkeypatch.setenv("TRA_AUTOTUNE", "1")
     for length in (300, 500, 600):
         inputs = inputs_here(1, n_queries=length, width=64, dtype=torch.bfloat16)
         tra.threshold_relative_attention(*inputs, impl="triton")
-    assert len(_tiles._chosen) == 2
+    assert len(block_shapes._chosen) == 2
 
 
 @pytest.mark.gpu

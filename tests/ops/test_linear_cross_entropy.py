@@ -57,7 +57,7 @@ def test_loss_and_gradients(
     rows: int, width: int, vocabulary: int, dtype: torch.dtype, rows_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Error at most twice that of PyTorch in the same type, and in several pieces."""
-    monkeypatch.setattr(module, "PIECE_BYTES", 1)  # 128 rows at a time
+    monkeypatch.setattr(module, "MAX_PIECE_BYTES", 1)  # 128 rows at a time
     inputs = given(rows, width, vocabulary, dtype)
     scored = linear_cross_entropy(*inputs)
     found = [scored.loss.detach(), scored.losses, *torch.autograd.grad(scored.loss, inputs[:2])]

@@ -8,31 +8,32 @@ from torch import Tensor
 
 import tra
 from tests.ops.compare import Inputs, exact_inputs, padding
-from tra.ops import blockwise
-from tra.ops import newest_first as tail
+from tra.ops import choice, newest_first
+from tra.ops.full_map import AttentionMap
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail, "NEWEST", 16)
-    monkeypatch.setattr(tail, "GROWTH", 2)
+    monkeypatch.setattr(newest_first, "FIRST_MAP_KEYS", 16)
+    monkeypatch.setattr(newest_first, "MAP_GROWTH", 2)
+    monkeypatch.setattr(choice, "MAX_REFERENCE_KEYS", 16)
 
 
 @pytest.fixture
 def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Keys of the maps that were made."""
     found: list[int] = []
-    original = tail.reference_map
+    original = newest_first.full_attention_map
 
-    def watched(query: Tensor, key: Tensor, *args: object, **options: object) -> tail.AttentionMap:
+    def watched(query: Tensor, key: Tensor, *args: object, **options: object) -> AttentionMap:
         found.append(key.shape[2])
         return original(query, key, *args, **options)
 
-    monkeypatch.setattr(tail, "reference_map", watched)
+    monkeypatch.setattr(newest_first, "full_attention_map", watched)
     return found
 
 
-def attend(inputs: Inputs, impl: str = "blockwise", **options: object) -> Tensor:
+def attend(inputs: Inputs, impl: str = "auto", **options: object) -> Tensor:
     with torch.no_grad():
         return tra.threshold_relative_attention(*inputs, impl=impl, score_bound=8.0, scale=0.0625, **options)
 
@@ -85,15 +86,24 @@ def test_a_nan_shows() -> None:
     assert attend(inputs._replace(query=query))[0, 0].isnan().all()
 
 
-def test_who_takes_it(lengths_read: list[int]) -> None:
+def test_which_calls_come_here(lengths_read: list[int]) -> None:
     """Not where gradients are wanted, nor without a promise, nor with a tolerance of 0, nor for a prompt."""
     inputs = exact_inputs(2, n_queries=1, n_keys=100)
-    tra.threshold_relative_attention(*inputs, impl="blockwise", score_bound=8.0).sum().backward()
+    tra.threshold_relative_attention(*inputs, score_bound=8.0).sum().backward()
     attend(inputs, tolerance=0.0)
     with torch.no_grad():
-        tra.threshold_relative_attention(*inputs, impl="blockwise")
-    many = exact_inputs(2, n_queries=blockwise.MOST_QUERIES + 1, n_keys=100)
+        tra.threshold_relative_attention(*inputs)
+        tra.threshold_relative_attention(*inputs, score_bound=8.0, dropout=0.1)
+    many = exact_inputs(2, n_queries=choice.MAX_NEWEST_FIRST_QUERIES + 1, n_keys=100)
     attend(many)
     assert not lengths_read
     attend(inputs)
     assert lengths_read
+
+
+def test_a_named_walk_is_blockwise(lengths_read: list[int]) -> None:
+    """Also where "auto" would take this form."""
+    inputs = exact_inputs(2, n_queries=1, n_keys=100, dtype=torch.float64)
+    named = attend(inputs, "blockwise")
+    assert not lengths_read
+    torch.testing.assert_close(named, attend(inputs, "reference"), rtol=1e-12, atol=1e-12)

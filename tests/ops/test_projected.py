@@ -15,15 +15,13 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 import tra
-from tests.ops import compare
 from tests.ops.compare import causal
 from tests.ops.test_fused import DEVICE, DTYPES, MOSTLY_HALF
 from tests.slow import slow
 from tra.attention import ThresholdRelativeAttention
 from tra.attention import tra as layer_file
-from tra.ops.triton import backward as fused_backward
-from tra.ops.triton import launch as _launch
-from tra.ops.triton import projections as projected
+from tra.bench.judge import plain_attention
+from tra.ops.triton import backward, launch, projection_launch
 from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
@@ -35,7 +33,7 @@ KINDS = 64
 
 @pytest.fixture(autouse=True)
 def stops_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "EARLY_ABOVE", 0)
+    monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
 
 
 class Case:
@@ -87,7 +85,7 @@ class Case:
             )
         key, value = (y.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for y in (key, value))
         seen = causal(x.shape[1], x.shape[1]).to(DEVICE)
-        return self.results(compare.plain(query, key, value, log_forget.float(), seen), leaves)
+        return self.results(plain_attention(query, key, value, log_forget.float(), seen), leaves)
 
     def at_once(self, **options: float | None) -> list[Tensor]:
         leaves = self.leaves(self.dtype)
@@ -111,7 +109,7 @@ def test_results_and_gradients(
     shape: str, score_bound: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shape == "chunks":
-        monkeypatch.setattr(fused_backward, "_transient_bytes", lambda _: 1)
+        monkeypatch.setattr(backward, "_transient_bytes", lambda _: 1)
     case = Case(*SHAPES[shape], dtype)
     right, usual, found = case.by_parts(torch.float64), case.by_parts(dtype), case.at_once(score_bound=score_bound)
     assert len(found) == len(right)
@@ -127,9 +125,9 @@ def test_what_is_normalised_is_pytorchs_norm() -> None:
     for dtype in (torch.float32, torch.float16):
         packed = torch.randn(2, 70, 4 * 24, generator=draws).to(DEVICE, dtype)
         before = packed.clone()
-        of_query, of_key = projected._normalise(packed, 2, 1, 24, EPS)
-        query, key, value, _ = projected._heads(before, 2, 1, 24)
-        found = projected._heads(packed, 2, 1, 24)
+        of_query, of_key = projection_launch.normalise(packed, 2, 1, 24, EPS)
+        query, key, value, _ = projection_launch.split_heads(before, 2, 1, 24)
+        found = projection_launch.split_heads(packed, 2, 1, 24)
         torch.testing.assert_close(found.query, F.rms_norm(query, (24,), eps=EPS))
         torch.testing.assert_close(found.key, F.rms_norm(key, (24,), eps=EPS))
         assert torch.equal(found.value, value)
@@ -148,7 +146,7 @@ def test_gates_are_in_float32(columns: int, heads: int, dtype: torch.dtype) -> N
         bias = torch.full((heads,), shift, device=DEVICE)
         right = F.logsigmoid(F.linear(x.double(), weight.double(), bias.double())).transpose(1, 2)
         usual = F.logsigmoid(F.linear(x.float(), weight, bias)).transpose(1, 2)
-        found = projected._log_forget(x, weight, bias, heads)
+        found = projection_launch.gates(x, weight, bias, heads)
         assert found.dtype == torch.float32
         error, allowed = (((y - right) / right).square().mean().sqrt() for y in (found, usual))
         assert error <= 2 * max(allowed, torch.finfo(torch.float32).eps), f"{error} > 2 · {allowed}"
@@ -158,7 +156,7 @@ def test_gates_that_are_no_numbers() -> None:
     """NaN in, NaN out; the infinite ones as PyTorch has them."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 1.0], device=DEVICE).repeat(16, 1).T[None].contiguous()
     weight, bias = torch.ones(1, 16, device=DEVICE), torch.zeros(1, device=DEVICE)
-    found = projected._log_forget(x, weight, bias, 1)
+    found = projection_launch.gates(x, weight, bias, 1)
     torch.testing.assert_close(found, F.logsigmoid(F.linear(x, weight, bias)).transpose(1, 2), equal_nan=True)
 
 
@@ -167,7 +165,7 @@ def test_the_gradient_of_the_bias(rows: int, heads: int) -> None:
     """A sum in float32, of columns between others, whatever is left for the last block."""
     x = torch.randn(1, rows, heads + 8, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
     expected = x[..., 3 : 3 + heads].double().sum((0, 1)).float()
-    torch.testing.assert_close(projected._bias_gradient(x[..., 3 : 3 + heads]), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(projection_launch.bias_gradient(x[..., 3 : 3 + heads]), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_operators_are_what_they_say() -> None:

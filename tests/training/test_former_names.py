@@ -11,7 +11,7 @@ import torch
 from tests.training.test_trainer import assert_same_run, small
 from tra.evaluation.exact_match import evaluate_task
 from tra.model import rename_parameters
-from tra.runs.folder import RunFolder
+from tra.runs import RunFolder
 from tra.training.checkpoint import checkpoints, load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from tra.training.trainer import train
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tra.ops import api
+from tra.ops import choice
 from tra.presets import preset
 from tra.runs import RunFolder, read_rows
 from tra.tasks import TASKS, generator
@@ -89,6 +89,6 @@ def test_a_short_training_curve_is_the_reference_s(tmp_path: Path, monkeypatch: 
         return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True)) / len(a)
 
     kernels = curve("kernels", 0)
-    monkeypatch.setattr(api, "is_the_best_choice", lambda *_: False)
+    monkeypatch.setattr(choice, "auto_takes_triton", lambda *_: False)
     reference, other_seed = curve("reference", 0), curve("other-seed", 1)
     assert apart(kernels, reference) < apart(reference, other_seed)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tra.attention.shared.inputs import AttentionInputs, scores, visible_keys
 from tra.attention.shared.row_blocks import DenseAttention
-from tra.ops.running_sums import sum_from_the_right
+from tra.ops.compiler_workarounds import sum_from_the_right
 
 
 class ContextualPositionAttention(DenseAttention):

@@ -21,11 +21,13 @@ from tra.ops import (
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
-from tra.ops.inputs import Visible, check_options, default_tolerance, is_cast, layer_dtype
-from tra.ops.reference import reference_map
-from tra.ops.softmax import softmax_or_nothing
-from tra.ops.stop_bound import log_rest
+from tra.ops.compiler_workarounds import softmax_or_nothing
+from tra.ops.full_map import full_attention_map
+from tra.ops.inputs import is_cast, layer_dtype
+from tra.ops.options import AttentionOptions, default_tolerance
+from tra.ops.stop_bound import log_remaining_weight
 from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
+from tra.ops.visible import Visible
 
 FUSED_METHODS = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
 """Methods that the fused operator doesn't call."""
@@ -61,7 +63,7 @@ class ThresholdRelativeAttention(Attention):
         **options: Any,
     ) -> None:
         super().__init__(d_model, n_heads, n_kv_heads, **options)
-        check_options(1.0, threshold, None, self.dropout, tolerance)
+        AttentionOptions(1.0, threshold, None, self.dropout, tolerance or 0.0)  # checks them
         if impl not in IMPLEMENTATIONS:
             raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
         self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
@@ -131,15 +133,14 @@ class ThresholdRelativeAttention(Attention):
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
         last = (inputs.past + rows)[None].expand(inputs.query.shape[0], -1)
         log_forget = self.log_forget(inputs.x)[:, :, rows]
-        found = reference_map(
+        found = full_attention_map(
             inputs.query[:, :, rows],
             inputs.key,
             log_forget,
             Visible(torch.zeros_like(last), last, inputs.key_mask),
-            scale=self.head_width**-0.5,
-            threshold=self.threshold,
+            AttentionOptions(self.head_width**-0.5, self.threshold),
         )
-        return torch.where(found.kept, found.scores + log_forget[..., None] * found.distances, -torch.inf)
+        return found.logits(log_forget)
 
     def weigh(self, logits: Tensor) -> Tensor:
         return softmax_or_nothing(logits)
@@ -162,7 +163,7 @@ class ThresholdRelativeAttention(Attention):
         kept = (logits > -torch.inf).to(logits.dtype).flip(-1).cumsum(-1).flip(-1)  # from j up to the query
         log_mass = logits.flip(-1).logcumsumexp(-1).flip(-1)
         older = torch.arange(logits.shape[-1], device=x.device, dtype=logits.dtype).expand_as(logits)  # keys before j
-        can_stop = log_rest(log_forget, kept, older, bound) <= log_mass + math.log(max(tolerance, 1e-300))
+        can_stop = log_remaining_weight(log_forget, kept, older, bound) <= log_mass + math.log(max(tolerance, 1e-300))
         can_stop |= older == 0
         can_stop &= older <= rows[:, None]
         nearest = torch.where(can_stop, older, -1.0).amax(-1)

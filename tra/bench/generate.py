@@ -1,7 +1,7 @@
 """Generation from end to end: a prompt read into a static cache, then token after token, with a CUDA graph and without.
 
 Weights are random, and in bfloat16 on a GPU. Random gates forget after some 37 kept keys, so TRA's steps don't feel the
-length of a prompt; `tra bench decode RUN STORE` has the heads of a trained model.
+length of a prompt; `benchmarks/decode_trained.py` has the heads of a trained model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tra.bench._timing import wait_for
+from tra.bench.timing import wait_for
 from tra.generation import continuation
 from tra.model import Decoder, DecoderConfig
 from tra.runs import environment

@@ -72,7 +72,7 @@ def measure(impl: str, length: int, heads: int = 4, width: int = 64, repeats: in
 
 
 def measure_apart(impl: str, length: int, **options: int) -> Measurement:
-    """`measure` in a process of its own."""
+    """Call `measure` in a process of its own."""
     call = f"measure({impl!r}, {length}, **{options!r})"
     code = f"import json, dataclasses; from tra.bench.op import measure; print(json.dumps(dataclasses.asdict({call})))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -82,7 +82,7 @@ def measure_apart(impl: str, length: int, **options: int) -> Measurement:
 def bench_op(
     progress: Callable[[str], None] = lambda _: None, against_reference: int = 4096, alone: int = 16_384
 ) -> dict[str, Any]:
-    """The walk against the definition where both fit, and the walk alone where only it does."""
+    """Measure the walk and the definition where both fit in memory, and the walk alone where only it does."""
     rows = []
     for impl, length, repeats in (
         ("reference", against_reference, 2),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tra.attention import MECHANISMS
-from tra.bench._timing import wait_for
+from tra.bench.timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
 from tra.runs import RunFolder, environment
@@ -29,7 +29,7 @@ VOCABULARY = 256
 
 
 class Shape(NamedTuple):
-    """What a step is measured on."""
+    """The model and batch of a step."""
 
     size: str
     batch: int
@@ -49,7 +49,7 @@ COST_SHAPES = tuple(Shape(size, 64, 256, GPT2_VOCABULARY, paper=True) for size i
 
 
 def run_config(mechanism: str, shape: Shape) -> RunConfig:
-    """A run of that shape on a task of that length, in bfloat16."""
+    """Return a run of that shape on a task of that length, in bfloat16."""
     recipe = {"block": "authors", "dropout": 0.01} if shape.paper else {}
     model = getattr(DecoderConfig, shape.size)(shape.vocabulary, mechanism=mechanism, **recipe)
     return RunConfig(
@@ -62,7 +62,7 @@ def run_config(mechanism: str, shape: Shape) -> RunConfig:
 
 
 def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Callable[[], None]) -> dict[str, Any]:
-    """Median over rounds of ten steps. `ready` is called, and may block, between warming up and measuring."""
+    """Measure the median over rounds of ten steps. `ready` is called, and may block, after warming up."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         trainer = Trainer(run_config(mechanism, shape), RunFolder(Path(folder)), device)
@@ -103,31 +103,31 @@ def bench_step(
     shapes: Sequence[Shape] = SHAPES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """All mechanisms at all shapes, with ratios to RoPE's. One that fails has its error in place of numbers."""
+    """Return a row per mechanism and shape, with ratios to RoPE's; where one fails, its error in place of numbers."""
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         progress(f"{shape.size}: warming up")
-        apart = [_Apart(mechanism, shape, device) for mechanism in mechanisms]
+        processes = [_MeasuringProcess(mechanism, shape, device) for mechanism in mechanisms]
         try:
-            alive = [process for process in apart if process.wait_until_ready()]
-            for process in alive:
+            ready = [process for process in processes if process.wait_until_ready()]
+            for process in ready:
                 progress(f"{shape.size}: {process.mechanism}")
                 process.measure()
         finally:
-            for process in apart:
-                process.end()
-        rows += [process.result for process in apart]
+            for process in processes:
+                process.stop()
+        rows += [process.result for process in processes]
     for row in rows:
-        like = row["size"], row["vocabulary"]
-        rope = next((r for r in rows if r["mechanism"] == "rope" and (r["size"], r["vocabulary"]) == like), {})
+        same = row["size"], row["vocabulary"]
+        rope = next((r for r in rows if r["mechanism"] == "rope" and (r["size"], r["vocabulary"]) == same), {})
         for name in ("step_ms", "peak_mib"):
             if row.get(name) and rope.get(name):
                 row[name.split("_")[0] + "_ratio"] = round(row[name] / rope[name], 3)
     return {"environment": environment(torch.device(device)), "rows": rows}
 
 
-class _Apart:
-    """A measurement in a process of its own, in two halves: it says `ready`, and goes on when told to."""
+class _MeasuringProcess:
+    """A measurement in a process of its own, which prints `ready` once compiled and measures when it gets a line."""
 
     def __init__(self, mechanism: str, shape: Shape, device: str) -> None:
         self.mechanism = mechanism
@@ -146,28 +146,28 @@ class _Apart:
         return False
 
     def measure(self) -> None:
-        said, _ = self.process.communicate("go\n")
+        output, _ = self.process.communicate("go\n")
         if self.process.returncode == 0:
-            self.result = json.loads(said.splitlines()[-1])
+            self.result = json.loads(output.splitlines()[-1])
         else:
             self._failed()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self.process.kill()
         self.process.wait()
 
     def _failed(self) -> None:
         self.process.wait()
         self.errors.seek(0)
-        self.result["error"] = (self.errors.read().strip().splitlines() or ["ended without a word"])[-1]
+        self.result["error"] = (self.errors.read().strip().splitlines() or ["ended without a message"])[-1]
 
 
-def _block_until_told() -> None:
+def _wait_for_the_start() -> None:
     print("ready", flush=True)
-    if not sys.stdin.readline():  # whoever started this is gone
+    if not sys.stdin.readline():  # the process that started this one has ended
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    found = measure_step(sys.argv[1], Shape(*json.loads(sys.argv[2])), torch.device(sys.argv[3]), _block_until_told)
+    found = measure_step(sys.argv[1], Shape(*json.loads(sys.argv[2])), torch.device(sys.argv[3]), _wait_for_the_start)
     print(json.dumps(found))

@@ -6,7 +6,7 @@ from tra.ops.api import (
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
-from tra.ops.reference import AttentionMap
+from tra.ops.full_map import AttentionMap
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -1,23 +1,29 @@
-"""The public functions: check the input, choose an implementation, call it."""
+"""The public functions: they check the input, choose an implementation and call it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tra.ops import inputs as _inputs
-from tra.ops.blockwise import blockwise
+from tra.ops import choice, inputs
+from tra.ops.blockwise import blockwise_attention
 from tra.ops.dropout import draw_seed
-from tra.ops.inputs import Visible, without_autocast
-from tra.ops.reference import AttentionMap, reference, reference_map
-from tra.ops.triton.forward import fused, is_the_best_choice
+from tra.ops.full_map import AttentionMap, full_attention_map
+from tra.ops.newest_first import newest_first_attention
+from tra.ops.options import AttentionOptions
+from tra.ops.reference import reference_attention
+from tra.ops.triton.forward import triton_attention
+from tra.ops.visible import Visible, visible_in_sequences, visible_keys
 
 IMPLEMENTATIONS = ("auto", "reference", "blockwise", "triton")
-
-REFERENCE_UP_TO = 512
-"""Keys up to which "auto" takes the reference: below it the whole map is small and fewer, larger calls win."""
+IN_PYTORCH: dict[str, Callable[..., Tensor]] = {
+    "reference": reference_attention,
+    "newest-first": newest_first_attention,
+    "blockwise": blockwise_attention,
+}
+"""By the names in `choice.AUTO`."""
 
 
 def threshold_relative_attention(
@@ -35,7 +41,7 @@ def threshold_relative_attention(
     tolerance: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Causal attention in which keys below a threshold leave, and distance counts only the keys that remain.
+    """Return causal attention without keys below a threshold, in which distance counts only the keys that remain.
 
     For query i and key j, with `S_ij = scale · q_i·k_j`: a key is kept when `S_ij > threshold`; its distance
     `n_ij` is the number of kept keys from j up to i, both counted; its weight is the softmax over kept keys of
@@ -53,21 +59,24 @@ def threshold_relative_attention(
             beyond must hold zeros: a NaN there would reach the output as 0 · NaN.
         score_bound: A promise that no absolute scaled score exceeds it; lets fast paths skip work.
         dropout: Rate at which attention weights are dropped, the others scaled up.
-        tolerance: Largest relative weight that an early stop may leave out. None is what the sums cannot
-            show anyway (`2**-24`, for float64 `2**-53`); 0.0 never stops early.
-        impl: "reference", "blockwise" or "triton"; "auto" chooses. A named one never falls back to another.
+        tolerance: Largest relative weight that an early stop may leave out. None is what rounding of the sums hides
+            anyway (`2**-24`, for float64 `2**-53`); 0.0 never stops early.
+        impl: "reference", "blockwise" or "triton"; "auto" chooses, by the table in `tra/ops/choice.py`. A named one
+            never falls back to another.
 
     Returns:
         `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0. NaN in, NaN out: a NaN score counts as
         kept, so that it shows, and a NaN or infinite value may show in any row that sees it or could have. A
         promised `score_bound` is a promise about NaN too: with it, "triton" may stop before it has read one.
     """
-    _inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
+    inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
+    options = AttentionOptions.resolve(
+        query.shape[-1], query.dtype, scale=scale, threshold=threshold, score_bound=score_bound, dropout=dropout,
+        tolerance=tolerance,
+    )  # fmt: skip
     plainly_causal = key_mask is None and key_lengths is None
-    visible = None if plainly_causal else _inputs.visible_keys(query, key, key_mask, key_lengths)
-    return _dispatch(query, key, value, log_forget, visible, scale, threshold, score_bound, dropout, tolerance, impl)
+    visible = None if plainly_causal else visible_keys(query, key, key_mask, key_lengths)
+    return _attend(query, key, value, log_forget, visible, options, impl)
 
 
 def threshold_relative_attention_varlen(
@@ -85,7 +94,7 @@ def threshold_relative_attention_varlen(
     tolerance: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`threshold_relative_attention` over sequences packed one after another, which don't see each other.
+    """Return `threshold_relative_attention` over sequences packed one after another, which don't see each other.
 
     Args:
         query: `[total_q, H, D]`.
@@ -102,13 +111,15 @@ def threshold_relative_attention_varlen(
         `[total_q, H, Dv]`.
     """
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    _inputs.check_packed(query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    _inputs.check_options(scale, threshold, score_bound, dropout, tolerance)
-    visible = _inputs.visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
+    inputs.check_packed(query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k)
+    options = AttentionOptions.resolve(
+        query.shape[-1], query.dtype, scale=scale, threshold=threshold, score_bound=score_bound, dropout=dropout,
+        tolerance=tolerance,
+    )  # fmt: skip
+    visible = visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     log_forget = log_forget.T[None]
-    out = _dispatch(query, key, value, log_forget, visible, scale, threshold, score_bound, dropout, tolerance, impl)
+    out = _attend(query, key, value, log_forget, visible, options, impl)
     return out[0].transpose(0, 1)
 
 
@@ -125,7 +136,7 @@ def attention_map(
     keys: slice = slice(None),
     rows_at_once: int = 256,
 ) -> AttentionMap:
-    """Weights, kept keys, distances and scores of a window, for figures.
+    """Return weights, kept keys, distances and scores of a window, for figures.
 
     Args:
         queries: Which queries the window shows; all by default.
@@ -135,61 +146,47 @@ def attention_map(
     Returns:
         An `AttentionMap` of tensors `[B, H, queries, keys]`. Without gradients.
     """
-    _inputs.check_attention(query, key, None, log_forget, key_mask, key_lengths)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    _inputs.check_options(scale, threshold, None, 0.0, None)
+    inputs.check_attention(query, key, None, log_forget, key_mask, key_lengths)
+    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale=scale, threshold=threshold)
     if rows_at_once < 1:
         raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
-    visible = _inputs.visible_keys(query, key, key_mask, key_lengths)
+    visible = visible_keys(query, key, key_mask, key_lengths)
     start, stop, step = queries.indices(query.shape[2])
     if step != 1 or start >= stop:
         raise ValueError(f"queries must be a non-empty slice of step 1 within 0..{query.shape[2]}, got {queries}")
     parts = []
-    with torch.no_grad(), without_autocast(query.device):
+    with torch.no_grad(), inputs.without_autocast(query.device):
         for begin in range(start, stop, rows_at_once):
             rows = slice(begin, min(begin + rows_at_once, stop))
-            part = reference_map(
+            part = full_attention_map(
                 query[:, :, rows],
                 key,
                 log_forget[:, :, rows],
                 Visible(visible.first[:, rows], visible.last[:, rows], key_mask),
-                scale=scale,
-                threshold=threshold,
+                options,
             )
             parts.append([x[..., keys].clone() for x in part])
     return AttentionMap(*(torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)))
 
 
-def _dispatch(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     log_forget: Tensor,
     visible: Visible | None,
-    scale: float,
-    threshold: float,
-    score_bound: float | None,
-    dropout: float,
-    tolerance: float | None,
+    options: AttentionOptions,
     impl: str,
 ) -> Tensor:
-    """`visible` is None where queries see all keys up to their own."""
+    """Call the named or chosen implementation. `visible` is None where queries see all keys up to their own."""
     if impl == "auto":
-        if is_the_best_choice(query.device, query.dtype, max(query.shape[3], value.shape[3])):
-            impl = "triton"
-        else:
-            impl = "reference" if key.shape[2] <= REFERENCE_UP_TO else "blockwise"
+        impl = choice.choose(choice.AUTO, choice.Call(query, key, value, log_forget, options))
     elif impl not in IMPLEMENTATIONS:
         raise ValueError(f"unknown impl {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
-    seed = draw_seed(query.device) if dropout > 0 else None
-    tolerance = _inputs.default_tolerance(query.dtype) if tolerance is None else tolerance
-    options: dict[str, Any] = {"scale": scale, "threshold": threshold, "dropout": dropout, "seed": seed}
-    stop: dict[str, Any] = {"score_bound": score_bound, "tolerance": tolerance}
-    with without_autocast(query.device):  # one precision for the scores, whoever calls
+    seed = draw_seed(query.device) if options.dropout > 0 else None
+    with inputs.without_autocast(query.device):  # scores have one precision, whatever the caller's autocast says
         if impl == "triton":
-            return fused(query, key, value, log_forget, visible, **options, **stop)
+            return triton_attention(query, key, value, log_forget, visible, options, seed)
         if visible is None:
-            visible = _inputs.visible_keys(query, key, None, None)
-        if impl == "reference":
-            return reference(query, key, value, log_forget, visible, **options)
-        return blockwise(query, key, value, log_forget, visible, **options, **stop)
+            visible = visible_keys(query, key, None, None)
+        return IN_PYTORCH[impl](query, key, value, log_forget, visible, options, seed)

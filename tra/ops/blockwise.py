@@ -1,127 +1,81 @@
-"""The right-to-left walk in plain PyTorch: linear memory, and a stop as soon as the rest provably doesn't count.
+"""The walk from right to left in plain PyTorch: linear memory, and an early stop. `README.md` derives both.
 
-A block of queries starts at its last visible key block and walks left. Each row carries the softmax maximum,
-sum and output, and c, the keys kept so far. Left of a stop every key has distance at least c + 1, and distances
-are distinct integers, so K remaining keys weigh at most
+A block of queries starts at its last visible key block and walks left. Each row carries the softmax maximum, sum and
+output, and the number of keys kept so far. When the keys left provably weigh less than `tolerance` of the sum so far,
+in every row of the block, the walk of that head ends.
 
-    exp(S_max + δ (c + 1)) · (1 - exp(δ K)) / (1 - exp δ)
-
-When that is below `tolerance` of the sum so far in every row of the block, the walk of that head ends.
-
-Padding is taken out beforehand (real keys move to the front, queries get their new last key), so on the full walk
-(tolerance 0) a row's result is the same bits wherever its padding stood. Block shapes are fixed and edges zero-filled
+Padding is removed beforehand: real keys move to the front, queries get their new last key. So on the full walk
+(tolerance 0) a row's result has the same bits wherever its padding stood. Block shapes are fixed and edges zero-filled
 for the same reason.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tra.ops.block_layout import Layout, Walk, query_block, without_padding
+from tra.ops.block_layout import Layout, RowBlock, Walk, query_block_size
 from tra.ops.dropout import keep_weights
-from tra.ops.inputs import Visible, compute_dtype, without_autocast
-from tra.ops.newest_first import MOST_QUERIES, tail
-from tra.ops.stop_bound import log_rest
+from tra.ops.inputs import compute_dtype, without_autocast
+from tra.ops.options import AttentionOptions
+from tra.ops.stop_bound import RemainingScores, euclidean_norms, log_remaining_weight
+from tra.ops.visible import Visible, without_padding
 
 
-def blockwise(
+def blockwise_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     log_forget: Tensor,
     visible: Visible,
-    *,
-    scale: float,
-    threshold: float,
-    score_bound: float | None,
-    dropout: float,
+    options: AttentionOptions,
     seed: Tensor | None,
-    tolerance: float,
 ) -> Tensor:
-    """Same result as `reference` up to rounding and `tolerance`, without ever holding a Tq × Tk tensor."""
+    """Return the reference's result up to rounding and `tolerance`, without ever holding a Tq × Tk tensor."""
     first, last, key_mask = visible
-    if score_bound is not None and tolerance > 0 and dropout == 0 and _decodes(query, key, value, log_forget):
-        options = {"scale": scale, "threshold": threshold, "score_bound": score_bound, "tolerance": tolerance}
-        return tail(query, key, value, log_forget, visible, **options)
     if key_mask is not None:
         key, value, first, last = without_padding(key, value, first, last, key_mask)
     if seed is None:
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)
     out, _, _, _ = torch.ops.tra.blockwise_forward(
-        query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance
-    )
+        query, key, value, log_forget, first, last, seed,
+        options.scale, options.threshold, options.score_bound, options.dropout, options.tolerance,
+    )  # fmt: skip
     return out.to(query.dtype)
 
 
-def _decodes(query: Tensor, *others: Tensor) -> bool:
-    """Few queries, no gradients, and a device that is no trouble to ask."""
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *others))
-    here = query.device.type == "cpu" and not torch.compiler.is_compiling()
-    return query.shape[2] <= MOST_QUERIES and here and not wants_gradients
+class RunningSoftmax(NamedTuple):
+    """What rows `[n, R]` carry along their walk."""
+
+    highest: Tensor  # largest logit so far
+    total: Tensor  # sum of exp(logit - highest)
+    kept_keys: Tensor  # their number so far
+    out: Tensor  # [n, R, Dv]: sum of values, weighted as in `total`
 
 
 def _scores(
-    layout: Layout,
-    walk: Walk,
-    index: int,
-    query: Tensor,
-    key: Tensor,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    threshold: float,
+    layout: Layout, walk: Walk, index: int, rows: RowBlock, key: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Scaled scores and kept keys of one block, the same bits in forward and backward."""
-    scores = torch.bmm(query, key.mT).mul_(scale)  # [n, R, D] @ [n, D, K] -> [n, R, K]
-    kept = ~(scores <= threshold)
+    """Return scaled scores and kept keys of one block, the same bits in forward and backward."""
+    scores = torch.bmm(rows.query, key.mT).mul_(options.scale)  # [n, R, D] @ [n, D, K] -> [n, R, K]
+    kept = ~(scores <= options.threshold)
     if not walk.whole_from <= index <= walk.whole_to:
-        columns = layout.column_numbers(index)
-        kept &= (first[..., None] <= columns) & (columns <= last[..., None])
+        numbers = layout.key_numbers(index)
+        kept &= (rows.first[..., None] <= numbers) & (numbers <= rows.last[..., None])
     return scores, kept
 
 
 def _add_distance(scores: Tensor, kept: Tensor, log_forget: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, distances, and the count of kept keys after this block. Overwrites `scores`."""
+    """Return logits, distances, and the count of kept keys after this block. Overwrites `scores`."""
     ones = kept.to(scores.dtype)
     distances = ones.cumsum(-1)
     total = distances[..., -1]
     distances = (total + count)[..., None].sub(distances).add_(ones)
     logits = scores.addcmul_(log_forget[..., None], distances).masked_fill_(~kept, -torch.inf)
     return logits, distances, count + total
-
-
-class _Bound:
-    """The largest score a row can still meet left of a key block; NaN, which nothing is below, where a NaN waits."""
-
-    def __init__(self, layout: Layout, keys: Tensor, values: Tensor, scale: float, score_bound: float | None) -> None:
-        # A computed dot product exceeds the norms' product by no more than D roundings.
-        self.factor = abs(scale) * (1 + (layout.width + 2) * _epsilon(layout.dtype, keys.device))
-        if score_bound is None:
-            norms = _norms(keys)
-        else:
-            norms = torch.full(keys.shape[:2], score_bound, dtype=torch.float64, device=keys.device)
-        self.promised = score_bound is not None
-        norms = norms.masked_fill(keys.isnan().any(-1) | values.isnan().any(-1), torch.nan)
-        by_block = norms.view(layout.n, -1, layout.key_block).amax(-1)
-        self.longest = by_block.cummax(-1).values  # [N, blocks]: of blocks 0..index
-
-    def left_of(self, index: int, query_norm: Tensor, active: Tensor | slice) -> Tensor:
-        longest = self.longest[active, index - 1][:, None]
-        return longest.expand_as(query_norm) if self.promised else query_norm * longest * self.factor
-
-
-def _norms(x: Tensor) -> Tensor:
-    """Euclidean, in float64: squares of small float32 numbers are 0."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-
-
-def _epsilon(dtype: torch.dtype, device: torch.device) -> float:
-    """Of the matrix products, which round float32 to TF32 where that is allowed."""
-    rounded = dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return 2.0**-10 if rounded else torch.finfo(dtype).eps
 
 
 @torch.library.custom_op("tra::blockwise_forward", mutates_args=())
@@ -139,103 +93,108 @@ def _forward(
     dropout: float,
     tolerance: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output; softmax maximum and sum `[B, H, Tq]`; the oldest key block visited per head and query block.
+    """Return the output; softmax maximum and sum `[B, H, Tq]`; the oldest key block visited per head and query block.
 
-    Maximum and sum stay apart: their logarithm would cost the weights of backward a digit.
+    Maximum and sum stay apart: their joint logarithm would cost the weights of backward a digit.
     """
+    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance)
     layout = Layout(query, key, value, first, last)
     walks = layout.walks()
     out = query.new_empty(*query.shape[:3], layout.value_width, dtype=layout.dtype)
     highest, total = (query.new_empty(query.shape[:3], dtype=layout.dtype) for _ in range(2))
     stops = torch.empty(layout.n, len(walks), dtype=torch.int64, device=query.device)
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
-    bound = _Bound(layout, keys, values, scale, score_bound) if tolerance > 0 else None
+    remaining = None
+    if tolerance > 0:
+        remaining = RemainingScores(keys, values, layout.key_block, layout.dtype, scale, score_bound)
     for number, walk in enumerate(walks):
+        rows = layout.row_block(walk.rows, query, log_forget)
         with without_autocast(query.device):
-            b_out, b_highest, b_total, stops[:, number] = _walk_forward(
-                layout, walk, query, keys, values, log_forget, seed, scale, threshold, dropout, tolerance, bound
-            )
-        layout.put(out, walk.rows, b_out)
-        layout.put(highest, walk.rows, b_highest)
-        layout.put(total, walk.rows, b_total)
+            b_state, stops[:, number] = _walk_forward(layout, walk, rows, keys, values, seed, options, remaining)
+        layout.put(out, walk.rows, b_state.out)
+        layout.put(highest, walk.rows, b_state.highest)
+        layout.put(total, walk.rows, b_state.total)
     return out, highest, total, stops
 
 
 def _walk_forward(
     layout: Layout,
     walk: Walk,
-    query: Tensor,
+    rows: RowBlock,
     keys: Tensor,
     values: Tensor,
-    log_forget: Tensor,
     seed: Tensor,
-    scale: float,
-    threshold: float,
-    dropout: float,
-    tolerance: float,
-    bound: _Bound | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b_query, b_forget = layout.take(query, walk.rows), layout.take(log_forget, walk.rows)
-    b_first, b_last = layout.range_of(walk.rows)
-    numbers = layout.row_numbers(walk.rows)
-    norm = _norms(b_query)
-    highest = torch.full_like(b_forget, -torch.inf)
-    total, count = torch.zeros_like(b_forget), torch.zeros_like(b_forget)
-    out = b_forget.new_zeros(*b_forget.shape, layout.value_width)
-
-    all_out, all_highest, all_total = torch.empty_like(out), torch.empty_like(highest), torch.empty_like(total)
-    stops = torch.full((layout.n,), walk.oldest, dtype=torch.int64, device=query.device)
-    active = torch.arange(layout.n, device=query.device)  # heads whose walk goes on
+    options: AttentionOptions,
+    remaining: RemainingScores | None,
+) -> tuple[RunningSoftmax, Tensor]:
+    """Return the state of all rows, `out` divided by the sum, and each head's oldest key block visited."""
+    norm = euclidean_norms(rows.query)
+    zeros = torch.zeros_like(rows.log_forget)
+    out = zeros.new_zeros(*zeros.shape, layout.value_width)
+    state = RunningSoftmax(torch.full_like(zeros, -torch.inf), zeros, zeros, out)
+    result = RunningSoftmax(*(torch.empty_like(x) for x in state))
+    stops = torch.full((layout.n,), walk.oldest, dtype=torch.int64, device=keys.device)
+    active = torch.arange(layout.n, device=keys.device)  # heads whose walk goes on
 
     def finish(which: Tensor) -> None:
-        heads = active[which]
-        divisor = torch.where(total[which] == 0, 1.0, total[which])
-        all_out[heads] = out[which] / divisor[..., None]
-        all_highest[heads], all_total[heads] = highest[which], total[which]
+        for whole, part in zip(result, state, strict=True):
+            whole[active[which]] = part[which]
 
     for index in range(walk.newest, walk.oldest - 1, -1):
-        everyone = len(active) == layout.n
-        chosen: Tensor | slice = slice(None) if everyone else active
-        b_key = keys[chosen, layout.columns(index)].to(layout.dtype)
-        b_value = values[chosen, layout.columns(index)].to(layout.dtype)
-        scores, kept = _scores(layout, walk, index, b_query, b_key, b_first, b_last, scale, threshold)
-        logits, _, count = _add_distance(scores, kept, b_forget, count)
-
-        new_highest = torch.maximum(highest, logits.amax(-1))
-        reference = torch.where(new_highest == -torch.inf, 0.0, new_highest)
-        weights = logits.sub_(reference[..., None]).exp_()
-        shrink = torch.exp(highest - reference)
-        highest, total = new_highest, total * shrink + weights.sum(-1)
-        if dropout > 0:
-            columns = layout.column_numbers(index)
-            weights.mul_(keep_weights(seed, numbers, columns, dropout)).div_(1 - dropout)
-        out = torch.baddbmm(out.mul_(shrink[..., None]), weights, b_value)
-
-        if bound is None or index == walk.oldest:
+        heads: Tensor | slice = slice(None) if len(active) == layout.n else active
+        b_key = keys[heads, layout.keys_of(index)].to(layout.dtype)
+        b_value = values[heads, layout.keys_of(index)].to(layout.dtype)
+        state = _step_forward(layout, walk, index, rows, b_key, b_value, seed, options, state)
+        if remaining is None or index == walk.oldest:
             continue
-        keys_left = ((b_last + 1).clamp(max=index * layout.key_block) - b_first).clamp(min=0).to(layout.dtype)
-        rest = log_rest(b_forget, count, keys_left, bound.left_of(index, norm, chosen).to(layout.dtype))
-        done = ((keys_left == 0) | (rest - highest - total.log() < math.log(tolerance))).all(-1)
+        keys_left = ((rows.last + 1).clamp(max=index * layout.key_block) - rows.first).clamp(min=0).to(layout.dtype)
+        largest_score = remaining.left_of(index, norm, heads).to(layout.dtype)
+        bound = log_remaining_weight(rows.log_forget, state.kept_keys, keys_left, largest_score)
+        negligible = bound - state.highest - state.total.log() < math.log(options.tolerance)
+        done = ((keys_left == 0) | negligible).all(-1)
         if not bool(done.any()):
             continue
         finish(done)
         stops[active[done]] = index
-        going = ~done
-        active = active[going]
-        b_query, b_forget, b_first, b_last, numbers, norm = (
-            x[going] for x in (b_query, b_forget, b_first, b_last, numbers, norm)
-        )
-        highest, total, count, out = (x[going] for x in (highest, total, count, out))
+        active, norm, rows = active[~done], norm[~done], rows.select(~done)
+        state = RunningSoftmax(*(x[~done] for x in state))
         if len(active) == 0:
             break
-    finish(torch.ones(len(active), dtype=torch.bool, device=query.device))
-    return all_out, all_highest, all_total, stops
+    finish(torch.ones(len(active), dtype=torch.bool, device=keys.device))
+    divisor = torch.where(result.total == 0, 1.0, result.total)
+    return result._replace(out=result.out / divisor[..., None]), stops
+
+
+def _step_forward(
+    layout: Layout,
+    walk: Walk,
+    index: int,
+    rows: RowBlock,
+    key: Tensor,
+    value: Tensor,
+    seed: Tensor,
+    options: AttentionOptions,
+    state: RunningSoftmax,
+) -> RunningSoftmax:
+    """Return the state after one key block."""
+    scores, kept = _scores(layout, walk, index, rows, key, options)
+    logits, _, count = _add_distance(scores, kept, rows.log_forget, state.kept_keys)
+    highest = torch.maximum(state.highest, logits.amax(-1))
+    reference = torch.where(highest == -torch.inf, 0.0, highest)
+    weights = logits.sub_(reference[..., None]).exp_()
+    shrink = torch.exp(state.highest - reference)
+    total = state.total * shrink + weights.sum(-1)
+    if options.dropout > 0:
+        stays = keep_weights(seed, rows.numbers, layout.key_numbers(index), options.dropout)
+        weights.mul_(stays).div_(1 - options.dropout)
+    out = torch.baddbmm(state.out.mul_(shrink[..., None]), weights, value)  # [n, R, K] @ [n, K, Dv] -> [n, R, Dv]
+    return RunningSoftmax(highest, total, count, out)
 
 
 @_forward.register_fake
 def _(query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance):  # type: ignore[no-untyped-def]
     n_queries = query.shape[2]
-    blocks = -(-n_queries // query_block(query.device, n_queries))
+    blocks = -(-n_queries // query_block_size(query.device, n_queries))
     dtype = compute_dtype(query.dtype)
     return (
         query.new_empty(*query.shape[:3], value.shape[3], dtype=dtype),
@@ -263,44 +222,42 @@ def _backward(
     threshold: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same walk again: counts are recomputed, the stop is the forward's, sums run in a fixed order."""
+    """Repeat the walk for the gradients: counts are recomputed, stops are the forward's, sums have a fixed order."""
+    options = AttentionOptions(scale, threshold, dropout=dropout)
     layout = Layout(query, key, value, first, last)
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
     grad_query, grad_forget = torch.empty_like(query), torch.empty_like(log_forget)
-    grad_keys = torch.zeros(keys.shape, dtype=layout.dtype, device=keys.device)
-    grad_values = torch.zeros(values.shape, dtype=layout.dtype, device=keys.device)
+    grad_keys, grad_values = (torch.zeros(x.shape, dtype=layout.dtype, device=x.device) for x in (keys, values))
     for number, walk in enumerate(layout.walks()):
-        b_query, b_forget = layout.take(query, walk.rows), layout.take(log_forget, walk.rows)
+        rows = layout.row_block(walk.rows, query, log_forget)
         b_grad_out = layout.take(grad_out, walk.rows)
         b_highest, b_total = layout.take(highest, walk.rows), layout.take(total, walk.rows)
         empty = b_total == 0  # a row that keeps nothing has no weights to scale
         b_highest, b_total = b_highest.masked_fill(empty, 0.0), b_total.masked_fill(empty, 1.0)
-        b_first, b_last = layout.range_of(walk.rows)
-        numbers = layout.row_numbers(walk.rows)
         # Sum over keys of weight · its gradient. It cancels against the gradients below, hence the precision.
         inner = (b_grad_out.double() * layout.take(out, walk.rows).double()).sum(-1).to(layout.dtype)
-        b_grad_query, b_grad_forget = torch.zeros_like(b_query), torch.zeros_like(b_forget)
-        count = torch.zeros_like(b_forget)
+        b_grad_query, b_grad_forget = torch.zeros_like(rows.query), torch.zeros_like(rows.log_forget)
+        count = torch.zeros_like(rows.log_forget)
         b_stops = stops[:, number].tolist()
         for index in range(walk.newest, min(b_stops) - 1, -1):
-            heads = [n for n, stop in enumerate(b_stops) if stop <= index]  # whose forward came this far
-            on = slice(None) if len(heads) == layout.n else torch.tensor(heads, device=query.device)
-            columns = layout.columns(index)
-            b_key, b_value = keys[on, columns].to(layout.dtype), values[on, columns].to(layout.dtype)
-            scores, kept = _scores(layout, walk, index, b_query[on], b_key, b_first[on], b_last[on], scale, threshold)
-            logits, distances, count[on] = _add_distance(scores, kept, b_forget[on], count[on])
+            visiting = [n for n, stop in enumerate(b_stops) if stop <= index]  # heads whose forward read this block
+            on = slice(None) if len(visiting) == layout.n else torch.tensor(visiting, device=query.device)
+            active, of_keys = rows.select(on), layout.keys_of(index)
+            b_key, b_value = keys[on, of_keys].to(layout.dtype), values[on, of_keys].to(layout.dtype)
+            scores, kept = _scores(layout, walk, index, active, b_key, options)
+            logits, distances, count[on] = _add_distance(scores, kept, active.log_forget, count[on])
             weights = logits.sub_(b_highest[on][..., None]).exp_().div_(b_total[on][..., None])
             grad_weights = torch.bmm(b_grad_out[on], b_value.mT)  # [n, R, Dv] @ [n, Dv, K] -> [n, R, K]
             used = weights
             if dropout > 0:
-                stays = keep_weights(seed, numbers[on], layout.column_numbers(index), dropout)
+                stays = keep_weights(seed, active.numbers, layout.key_numbers(index), dropout)
                 used = weights * stays / (1 - dropout)
                 grad_weights.mul_(stays).div_(1 - dropout)
-            grad_values[on, columns] += torch.bmm(used.mT, b_grad_out[on])
+            grad_values[on, of_keys] += torch.bmm(used.mT, b_grad_out[on])
             grad_scores = grad_weights.sub_(inner[on][..., None]).mul_(weights)
             b_grad_forget[on] += (grad_scores * distances).sum(-1)
             b_grad_query[on] += torch.bmm(grad_scores, b_key).mul_(scale)
-            grad_keys[on, columns] += torch.bmm(grad_scores.mT, b_query[on]).mul_(scale)
+            grad_keys[on, of_keys] += torch.bmm(grad_scores.mT, active.query).mul_(scale)
         layout.put(grad_query, walk.rows, b_grad_query)
         layout.put(grad_forget, walk.rows, b_grad_forget)
     grad_key, grad_value = (

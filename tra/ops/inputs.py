@@ -1,15 +1,10 @@
-"""The operator's input contract, checked once and turned into one normal form.
-
-Whatever a caller gives (causal, a static cache's `key_lengths`, packed documents), an implementation sees
-the same thing: for every query the first and the last key it may look at, and optionally a mask of real keys.
-"""
+"""The operator's input contract, and the precision of its scores."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,63 +12,24 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Visible(NamedTuple):
-    """Which keys a query may look at: `first <= j <= last`, and `key_mask[j]` where there is a mask."""
-
-    first: Tensor  # [B, Tq] int64
-    last: Tensor  # [B, Tq] int64; below `first` where a query sees nothing
-    key_mask: Tensor | None  # [B, Tk] bool
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scores, sums and log_forget are float32, or float64 for float64 inputs."""
+    """Return the dtype of scores, sums and log_forget: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Scores have one precision, in forward and backward, whatever the caller's autocast says."""
+    """Return a context in which scores have one precision, in forward and backward, whatever autocast says."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def is_cast(x: Tensor) -> bool:
-    """Whether autocast has a say about x."""
+    """Say whether autocast would cast x."""
     return x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def layer_dtype(x: Tensor) -> torch.dtype:
-    """What a layer casts x to, under autocast or without."""
+    """Return the dtype that a layer casts x to, under autocast or without."""
     return torch.get_autocast_dtype(x.device.type) if is_cast(x) else x.dtype
-
-
-def default_tolerance(dtype: torch.dtype) -> float:
-    """The relative weight that cannot be seen in the precision of the sums."""
-    return 2.0**-53 if dtype == torch.float64 else 2.0**-24
-
-
-def zero_masked(tensor: Tensor, key_mask: Tensor) -> Tensor:
-    """`[B, Hkv, Tk, *]` with masked slots at 0: what stands there is never read, not even as 0 · NaN."""
-    return tensor.masked_fill(~key_mask[:, None, :, None], 0.0)
-
-
-def visible_keys(query: Tensor, key: Tensor, key_mask: Tensor | None, key_lengths: Tensor | None) -> Visible:
-    """Queries stand at the end of the keys: query i sees keys up to length - Tq + i."""
-    batch, _, n_queries, _ = query.shape
-    index = torch.arange(n_queries, device=query.device)
-    if key_lengths is None:
-        last = (index + (key.shape[2] - n_queries)).expand(batch, -1)
-    else:
-        last = index + (key_lengths.long()[:, None] - n_queries)
-    return Visible(torch.zeros_like(last), last, key_mask)
-
-
-def visible_in_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> Visible:
-    """Packed sequences as one row: a query sees its own sequence's keys, aligned at that sequence's end."""
-    index = torch.arange(total_q, device=cu_seqlens_q.device)
-    ends_q, ends_k = cu_seqlens_q.long()[1:], cu_seqlens_k.long()[1:]
-    sequence = torch.searchsorted(ends_q, index, right=True).clamp_(max=len(ends_q) - 1)
-    first = cu_seqlens_k.long()[sequence]
-    last = ends_k[sequence] - (ends_q[sequence] - index)
-    return Visible(first[None], last[None], None)
 
 
 def check_attention(
@@ -84,7 +40,7 @@ def check_attention(
     key_mask: Tensor | None,
     key_lengths: Tensor | None,
 ) -> None:
-    """Shapes, dtypes and devices always; values only where looking at them costs no device sync."""
+    """Check shapes, dtypes and devices; values only where reading them needs no device sync."""
     given = {"query": query, "key": key, "value": value, "log_forget": log_forget}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     _check_tensors(tensors | {"key_mask": key_mask, "key_lengths": key_lengths})
@@ -134,7 +90,7 @@ def check_attention(
 def check_packed(
     query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> None:
-    """The contract of packed sequences: `[total, H, D]` and their cumulative lengths."""
+    """Check packed sequences: `[total, H, D]` and their cumulative lengths."""
     _check_tensors({"query": query, "key": key, "value": value, "log_forget": log_forget})
     _check_tensors({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
     _check_rank(query, "query", "[total_q, H, D]", 3)
@@ -174,22 +130,6 @@ def check_packed(
             raise ValueError(f"{name} must rise from 0 to {total}, got {cu.tolist()}")
     if bool((cu_seqlens_q.diff() > cu_seqlens_k.diff()).any()):
         raise ValueError("a packed sequence has more queries than keys; queries stand at the end of the keys")
-
-
-def check_options(
-    scale: float, threshold: float, score_bound: float | None, dropout: float, tolerance: float | None
-) -> None:
-    # Comparisons, not math.isfinite: a compiler may hand in symbolic floats.
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}")
-    if threshold != threshold:
-        raise ValueError("threshold must be a number, got nan")
-    if score_bound is not None and not 0 <= score_bound < math.inf:
-        raise ValueError(f"score_bound must be finite and at least 0, got {score_bound}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-    if tolerance is not None and not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance must lie in [0, 1), got {tolerance}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""The last layer of a language model and its loss in one: the logits of all tokens are never held at once.
+"""The last layer of a language model and its loss in one, so that the logits of all tokens are never held at once.
 
-With 50,000 ids the logits are a hundred times as wide as what they come from. So rows go through in pieces: product,
-softmax, and, since the loss is a scalar, at once the gradient as well, after which a piece's logits are not needed any
-more. The idea is that of Liger's fused linear cross entropy (Hsu et al. 2024); the code is our own.
+With 50,000 ids the logits are a hundred times as wide as the layer's input. So rows are taken in pieces: product,
+softmax, and, since the loss is a scalar, the gradient as well, after which a piece's logits are no longer needed. The
+idea is that of Liger's fused linear cross entropy (Hsu et al. 2024); the code is our own.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PIECE_BYTES = 2**29
-"""Of logits held at a time, on a GPU; a sixteenth of it on a CPU."""
+MAX_PIECE_BYTES = 2**29
+"""Most bytes of logits held at a time, on a GPU; a sixteenth of it on a CPU."""
 
 
-class Scored(NamedTuple):
-    """What the targets cost."""
+class LinearLoss(NamedTuple):
+    """The loss, and its parts."""
 
     loss: Tensor  # scalar float32: sum of row_weights times losses. The only one with a gradient
     losses: Tensor  # [N] float32
     right: Tensor  # [N] bool: the target is the likeliest id
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, row_weights: Tensor) -> Scored:
-    """Cross entropy of `softmax(x · weightᵀ)`, row by row and as a weighted sum.
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, row_weights: Tensor) -> LinearLoss:
+    """Return the cross entropy of `softmax(x · weightᵀ)`, row by row and as a weighted sum.
 
     Args:
-        x: `[N, D]`, what the last layer reads.
-        weight: `[V, D]`, the last layer. Under autocast both are taken in its type.
+        x: `[N, D]`, the input of the last layer.
+        weight: `[V, D]`, the last layer. Under autocast both are cast to its dtype.
         targets: `[N]` ids in 0..V-1, also where the weight is 0.
-        row_weights: `[N]` float32: what a row counts for, such as 1 / N, or 0 where there is nothing to predict.
+        row_weights: `[N]` float32: the weight of a row in the sum, such as 1 / N; 0 where nothing is predicted.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x [N, D] and weight [V, D] don't fit: got {tuple(x.shape)} and {tuple(weight.shape)}")
@@ -46,13 +46,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, row_weights
         x, weight = x.to(dtype), weight.to(dtype)
     with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss, losses, right, _, _ = _op(x, weight, targets, row_weights, with_gradient)
-    return Scored(loss, losses, right)
+    return LinearLoss(loss, losses, right)
 
 
 def rows_at_once(rows: int, vocabulary: int, element_bytes: int, piece_bytes: int) -> int:
-    """Equal pieces, in multiples of 128 rows, within the bytes."""
-    most = max(128, piece_bytes // (vocabulary * element_bytes) // 128 * 128)
-    pieces = -(-rows // most)
+    """Return the rows of equal pieces, a multiple of 128, whose logits stay within the bytes."""
+    largest = max(128, piece_bytes // (vocabulary * element_bytes) // 128 * 128)
+    pieces = -(-rows // largest)
     return -(-rows // (128 * pieces)) * 128
 
 
@@ -60,7 +60,7 @@ def rows_at_once(rows: int, vocabulary: int, element_bytes: int, piece_bytes: in
 def _op(
     x: Tensor, weight: Tensor, targets: Tensor, row_weights: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    piece_bytes = PIECE_BYTES if x.is_cuda else PIECE_BYTES // 16
+    piece_bytes = MAX_PIECE_BYTES if x.is_cuda else MAX_PIECE_BYTES // 16
     rows = rows_at_once(len(x), len(weight), x.element_size(), piece_bytes)
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     right = torch.empty(len(x), dtype=torch.bool, device=x.device)
@@ -103,13 +103,13 @@ def _backward(ctx: Any, outer: Tensor, *_unused: Tensor) -> tuple[Tensor | None,
 _op.register_autograd(_backward, setup_context=_setup)
 
 
-class _Rows(NamedTuple):
+class _RowLosses(NamedTuple):
     losses: Tensor
     right: Tensor
     gradient: Tensor  # the logits' memory
 
 
-def _softmax_rows(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradient: bool) -> _Rows:
+def _softmax_rows(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradient: bool) -> _RowLosses:
     if logits.is_cuda:
         return _by_kernel(logits, targets, row_weights, with_gradient)
     full = logits.float()
@@ -119,10 +119,10 @@ def _softmax_rows(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gra
         gradient = full.softmax(-1)
         gradient.scatter_add_(-1, targets[:, None], -torch.ones_like(losses)[:, None])
         logits = (gradient * row_weights[:, None]).to(logits.dtype)
-    return _Rows(losses, right, logits)
+    return _RowLosses(losses, right, logits)
 
 
-def _by_kernel(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradient: bool) -> _Rows:
+def _by_kernel(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradient: bool) -> _RowLosses:
     from tra.ops.triton.cross_entropy_kernel import cross_entropy_kernel
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
@@ -140,4 +140,4 @@ def _by_kernel(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradie
             BV=4096,
             num_warps=8,
         )
-    return _Rows(losses, right.bool(), logits)
+    return _RowLosses(losses, right.bool(), logits)

@@ -1,4 +1,4 @@
-"""How much keys that haven't been read can weigh."""
+"""An upper bound on the weight of keys that haven't been read; `README.md` derives it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,48 @@ import torch
 from torch import Tensor
 
 
-def log_rest(log_forget: Tensor, count: Tensor, keys_left: Tensor, highest_score: Tensor) -> Tensor:
-    """Logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`."""
+def log_remaining_weight(log_forget: Tensor, count: Tensor, keys_left: Tensor, largest_score: Tensor) -> Tensor:
+    """Return the logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`."""
     terms = torch.where(log_forget == 0, keys_left, torch.expm1(log_forget * keys_left) / torch.expm1(log_forget))
     decay = log_forget * (count + 1)
-    rounding = 16 * torch.finfo(log_forget.dtype).eps * (1 + highest_score.abs() + decay.abs())
-    return highest_score + decay + terms.log() + rounding
+    rounding = 16 * torch.finfo(log_forget.dtype).eps * (1 + largest_score.abs() + decay.abs())
+    return largest_score + decay + terms.log() + rounding
+
+
+class RemainingScores:
+    """The largest score that a row can have left of a key block. NaN, which stops no walk, where a NaN is left.
+
+    Args:
+        keys: `[N, T, D]`, T whole blocks of `block` keys.
+        values: `[N, T, Dv]`.
+    """
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, block: int, dtype: torch.dtype, scale: float, score_bound: float | None
+    ) -> None:
+        # A computed dot product exceeds the norms' product by no more than D roundings.
+        self.factor = abs(scale) * (1 + (keys.shape[2] + 2) * _product_epsilon(dtype, keys.device))
+        if score_bound is None:
+            norms = euclidean_norms(keys)
+        else:
+            norms = torch.full(keys.shape[:2], score_bound, dtype=torch.float64, device=keys.device)
+        self.promised = score_bound is not None
+        norms = norms.masked_fill(keys.isnan().any(-1) | values.isnan().any(-1), torch.nan)
+        by_block = norms.view(keys.shape[0], -1, block).amax(-1)
+        self.largest = by_block.cummax(-1).values  # [N, blocks]: of blocks 0..index
+
+    def left_of(self, index: int, query_norm: Tensor, heads: Tensor | slice) -> Tensor:
+        """Return the bound for the rows of some heads, with norms `[n, R]`, on keys in blocks 0..index-1."""
+        largest = self.largest[heads, index - 1][:, None]
+        return largest.expand_as(query_norm) if self.promised else query_norm * largest * self.factor
+
+
+def euclidean_norms(x: Tensor) -> Tensor:
+    """Return norms in float64, as squares of small float32 numbers are 0."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+
+
+def _product_epsilon(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the rounding of matrix products, which round float32 to TF32 where PyTorch is told so."""
+    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return 2.0**-10 if tf32 else torch.finfo(dtype).eps

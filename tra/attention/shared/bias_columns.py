@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention.shared.inputs import AttentionInputs, softmax_attention
+from tra.ops.compiler_workarounds import truncate_to_bfloat16
 
 PIECES = 3
 """24 bits in pieces of 8."""
@@ -30,13 +31,10 @@ def can_use_bias_columns(inputs: AttentionInputs) -> bool:
 
 
 def split_bits(x: Tensor, pieces: int = PIECES) -> list[Tensor]:
-    """Return pieces that add up to x, each exact in bfloat16: the upper half of a float32's bits, then of the rest.
-
-    By bits, as compilers leave out a cast to bfloat16 and back.
-    """
+    """Return pieces that add up to x, each exact in bfloat16: the upper bits of x, then of what is left."""
     parts, rest = [], x.float()
     for _ in range(pieces):
-        part = (rest.view(torch.int32) & -65536).view(torch.float32)
+        part = truncate_to_bfloat16(rest)
         parts.append(part)
         rest = rest - part
     return parts

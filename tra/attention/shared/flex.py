@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from tra.attention.shared.inputs import AttentionInputs
-
-LENGTH_MULTIPLE = 128
-"""At other lengths a score function has produced NaN gradients (pytorch issue 153799)."""
+from tra.ops.compiler_workarounds import FLEX_LENGTH_MULTIPLE
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Score, batch, head, query and key -> logit."""
@@ -22,7 +20,7 @@ def can_use_flex(inputs: AttentionInputs, dropout: float) -> bool:
     Uncompiled it holds whole maps, it has no dropout, and padding and documents would need masks of their own.
     """
     unmasked = inputs.key_mask is None and inputs.document_ids is None and inputs.cache is None
-    fits = inputs.query.is_cuda and inputs.query.shape[2] % LENGTH_MULTIPLE == 0 and dropout == 0
+    fits = inputs.query.is_cuda and inputs.query.shape[2] % FLEX_LENGTH_MULTIPLE == 0 and dropout == 0
     return unmasked and fits and torch.compiler.is_compiling()
 
 

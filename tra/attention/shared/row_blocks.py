@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tra.attention.shared.base import Attention
 from tra.attention.shared.inputs import AttentionInputs
-from tra.ops.softmax import softmax_or_nothing
+from tra.ops.compiler_workarounds import softmax_or_nothing
 
 MAX_MAP_ENTRIES = {"cpu": 2**24, "cuda": 2**26}
 """Entries of the map `[B, H, rows, Tk]` that are computed at once."""

@@ -1,1 +1,1 @@
-"""The fused kernels and their launchers."""
+"""The fused kernels and their launchers: `forward`, `backward`, `decode`, `projections`, and what they share."""

@@ -1,4 +1,4 @@
-"""The gradients by fused Triton kernels, which are in `_backward_kernels.py`, registered as an operator."""
+"""Launches the two backward kernels, as an operator."""
 
 from __future__ import annotations
 
@@ -7,26 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tra.ops.raw_threshold import cut
-from tra.ops.triton import block_shapes as _tiles
-from tra.ops.triton import launch as _launch
-from tra.ops.triton.launch import (
-    LOG2_E,
-    Made,
-    drop_arguments,
-    limit,
-    on,
-    online,
-    rows_contiguous,
-    shape_options,
-    steepest,
-    together,
-)
+from tra.ops.options import AttentionOptions
+from tra.ops.raw_threshold import raw_threshold
+from tra.ops.triton import block_shapes, launch
+from tra.ops.triton.launch import ForwardState, device_guard, heads_sorted_together, rows_contiguous
 
-TRANSIENT_BYTES = 256 * 2**20
-"""What backward may hold beside its results (a number per query row and key block, for a chunk of rows), at least."""
+MIN_TRANSIENT_BYTES = 256 * 2**20
+"""What backward may always hold beside its results: a number per query row and key block, for a chunk of rows."""
 TRANSIENT_SHARE = 16
-"""It may hold this part of a GPU's memory: fewer chunks, fewer sums over chunks."""
+"""It may hold one part in this many of a GPU's memory: fewer chunks, and fewer sums over chunks."""
 
 
 class Gradients(NamedTuple):
@@ -36,21 +25,28 @@ class Gradients(NamedTuple):
     forget: Tensor
 
 
-def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Gradients:
-    """Laid out as these, but rows contiguous."""
+class NormFactors(NamedTuple):
+    """What an RMS norm multiplied rows by. Gradients are then those of what went into the norm and into log σ."""
 
-    def alike(x: Tensor) -> Tensor:
+    query: Tensor  # [B, H, Tq]
+    key: Tensor  # [B, Hkv, Tk]
+
+
+def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Gradients:
+    """Return gradients in the layout of the tensors, but with contiguous rows."""
+
+    def like(x: Tensor) -> Tensor:
         return torch.empty_like(
             x, memory_format=torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format
         )
 
-    return Gradients(alike(query), alike(key), alike(value), torch.empty_like(log_forget))
+    return Gradients(like(query), like(key), like(value), torch.empty_like(log_forget))
 
 
 def _transient_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return TRANSIENT_BYTES
-    return max(TRANSIENT_BYTES, torch.cuda.get_device_properties(device).total_memory // TRANSIENT_SHARE)
+        return MIN_TRANSIENT_BYTES
+    return max(MIN_TRANSIENT_BYTES, torch.cuda.get_device_properties(device).total_memory // TRANSIENT_SHARE)
 
 
 def run_backward(
@@ -63,88 +59,89 @@ def run_backward(
     first: Tensor | None,
     last: Tensor | None,
     seed: Tensor | None,
-    made: Made,
-    scale: float,
-    threshold: float,
-    score_bound: float | None,
-    dropout: float,
+    state: ForwardState,
+    options: AttentionOptions,
     early: bool,
-    factors: tuple[Tensor, Tensor] | None = None,
+    factors: NormFactors | None = None,
 ) -> None:
-    """Into `grads`, by two kernels over chunks of query rows: what one leaves for the other stays within bounds.
+    """Fill `grads` by two kernels, over chunks of query rows: what one leaves for the other stays within bounds.
 
-    With `factors` `[B, H, Tq]` and `[B, Hkv, Tk]` queries and keys came from a norm that multiplied rows by these, and
-    log_forget from log σ: gradients are those of what went in.
+    Args:
+        early: Whether walks of the forward may have stopped. The `tolerance` of the options isn't read.
     """
     from tra.ops.triton.backward_kernels import key_gradient_kernel, query_gradient_kernel
 
     batch, heads, n_queries, _ = query.shape
     kv_heads, n_keys = key.shape[1:3]
     q, k, v, g = (rows_contiguous(x) for x in (query, key, value, grad_out))
-    out, low, reference, total, stop = made
-    exact = query.dtype == torch.float32
+    out, out_error, reference, total, stop = state
     query_factor, key_factor = factors or (None, None)
-    if low.numel() == 0 and not exact:  # whoever called didn't say that gradients are wanted
-        low = torch.zeros_like(out)
-    running = online(query.dtype, threshold, score_bound)
-    options = shape_options(query, value, first, dropout) | {"ONLINE": running, "EXACT": exact}
-    numbers = (scale, scale * (1.0 if exact else LOG2_E), cut(scale, threshold), *drop_arguments(dropout))
-
+    is_float32 = query.dtype == torch.float32
+    if out_error.numel() == 0 and not is_float32:  # the forward wasn't told that gradients are wanted
+        out_error = torch.zeros_like(out)
+    constants = launch.shape_constants(query, value, first, options.dropout)
+    constants["ONLINE"] = launch.needs_running_maximum(query.dtype, options)
+    numbers = (
+        options.scale, options.scale * launch.logit_unit(query.dtype),
+        raw_threshold(options.scale, options.threshold), *launch.drop_arguments(options.dropout),
+    )  # fmt: skip
     skip = early or first is not None
-    short = early or n_keys <= _launch.EARLY_ABOVE
+    short = early or n_keys <= launch.MAX_FULL_WALK_KEYS
 
-    def launch(tile: _tiles.Backward) -> None:
+    def launch_with(tile: block_shapes.BackwardTile) -> None:
         n_blocks = -(-n_keys // tile.keys)
         rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
         once = rows >= n_queries
-        grad_k, grad_v = (
-            (grads.key, grads.value)
-            if once
-            else (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grads.key, grads.value))
-        )
-        pairs = reference.new_empty((*reference.shape, 2))
+        grad_k, grad_v = grads.key, grads.value
+        if not once:
+            grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grad_k, grad_v))
+        slope_inner = reference.new_empty((*reference.shape, 2))
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
             n_rows = blocks * tile.rows
-            # Keys beyond the chunk's last query: plainly causal rows don't see them, nobody has to visit them.
+            # Causal rows don't see keys beyond the chunk's last query, so no program needs to visit these.
             seen = n_keys if once or first is not None else min(n_keys, n_keys - n_queries + chunk + n_rows)
-            seen = -(-seen // tile.keys)
+            seen_blocks = -(-seen // tile.keys)
             offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
-            span = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
-            came = torch.empty(batch * heads * n_blocks * blocks if skip else 0, dtype=torch.int32, device=q.device)
-            order = together(batch * heads, blocks, early) if short else 1  # long walks: by head, measured to be faster
+            walk_ends = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
+            listed = batch * heads * n_blocks * blocks if skip else 0
+            row_blocks = torch.empty(listed, dtype=torch.int32, device=q.device)
+            # Long walks are launched head by head, which was measured to be faster.
+            order = heads_sorted_together(batch * heads, blocks, early) if short else 1
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             query_gradient_kernel[(blocks * batch * heads,)](
-                q, k, v, log_forget, first, last, seed, out, low, g, reference, total, stop, query_factor,
-                grads.query, grads.forget, pairs, offsets, span,
+                q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, query_factor,
+                grads.query, grads.forget, slope_inner, offsets, walk_ends,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(),
                 order, *sizes, *numbers,
-                **options, BEFORE=factors is not None, STEEPEST=steepest(query.dtype),
-                BM=tile.rows, BN=tile.query_keys, COARSER=tile.keys // tile.query_keys,
-                num_warps=tile.query_warps, num_stages=tile.query_stages, **limit(tile.query_registers),
+                **constants, BEFORE_NORM=factors is not None, STEEPEST=launch.steepest_slope(query.dtype),
+                BM=tile.rows, BN=tile.query_keys, KEY_RATIO=tile.keys // tile.query_keys,
+                num_warps=tile.query_warps, num_stages=tile.query_stages,
+                **launch.register_limit(tile.query_registers),
             )  # fmt: skip
-            key_gradient_kernel[(seen * batch * kv_heads,)](
-                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, pairs, offsets, span, came,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
-                *grad_k.stride()[:3], *grad_v.stride()[:3], seen, together(batch * kv_heads, seen), *sizes, *numbers,
-                **options, SKIP=skip, ACCUMULATE=not once,
-                BEFORE=once and factors is not None, THREADS=32 * tile.key_warps,
-                RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
+            key_gradient_kernel[(seen_blocks * batch * kv_heads,)](
+                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, slope_inner, offsets, walk_ends,
+                row_blocks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
+                *grad_k.stride()[:3], *grad_v.stride()[:3],
+                seen_blocks, heads_sorted_together(batch * kv_heads, seen_blocks), *sizes, *numbers,
+                **constants, SKIP=skip, ACCUMULATE=not once,
+                BEFORE_NORM=once and factors is not None, THREADS=32 * tile.key_warps,
+                ROW_RATIO=tile.rows // tile.key_rows, EVEN=n_queries % tile.rows == 0,
                 BM=tile.key_rows, BN=tile.keys, num_warps=tile.key_warps, num_stages=tile.key_stages,
             )  # fmt: skip
         if not once:
-            grads.key.copy_(grad_k if key_factor is None else _before_norm(grad_k, k, key_factor))
+            grads.key.copy_(grad_k if key_factor is None else _gradient_before_norm(grad_k, k, key_factor))
             grads.value.copy_(grad_v)
 
-    table = _tiles.BACKWARD_SHORT if short else _tiles.BACKWARD
-    tiles = _tiles.candidates(table, options["BD"], options["BDV"], q.element_size(), q.device)
-    with on(q.device):
-        _tiles.run((q.device, query.dtype, early, short, *options.values()), n_keys, tiles, launch)
+    table = block_shapes.BACKWARD_SHORT if short else block_shapes.BACKWARD
+    tiles = block_shapes.candidates(table, constants["BD"], constants["BDV"], q.element_size(), q.device)
+    with device_guard(q.device):
+        block_shapes.run((q.device, query.dtype, early, short, *constants.values()), n_keys, tiles, launch_with)
 
 
-def _before_norm(grad: Tensor, normalised: Tensor, factor: Tensor) -> Tensor:
-    """As the kernels' of that name."""
+def _gradient_before_norm(grad: Tensor, normalised: Tensor, factor: Tensor) -> Tensor:
+    """Return what the kernels' function of that name returns."""
     return (grad - normalised * (grad * normalised).mean(-1, keepdim=True)) * factor[..., None]
 
 
@@ -169,11 +166,12 @@ def _backward(
     dropout: float,
     early: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `Gradients`."""
+    """Return `Gradients`. `low` is the state's `out_error`."""
     grads = _empty_gradients(query, key, value, log_forget)
     run_backward(
-        grads, grad_out, query, key, value, log_forget, first, last, seed, Made(out, low, reference, total, stop),
-        scale, threshold, score_bound, dropout, early,
+        grads, grad_out, query, key, value, log_forget, first, last, seed,
+        ForwardState(out, low, reference, total, stop),
+        AttentionOptions(scale, threshold, score_bound, dropout), early,
     )  # fmt: skip
     return tuple(grads)  # type: ignore[return-value]
 

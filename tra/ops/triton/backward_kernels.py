@@ -1,4 +1,4 @@
-"""The gradients, as two Triton kernels. Names and units are those of `_kernel_parts.py`."""
+"""The gradients as two Triton kernels. Names and units are explained in `kernel_parts.py`."""
 
 from __future__ import annotations
 
@@ -6,93 +6,94 @@ import triton
 import triton.language as tl
 
 from tra.ops.triton.kernel_parts import (
-    FAR,
+    LARGE_INDEX,
     LOG2_E,
     SIZES,
-    before_norm,
     dropout_columns,
     dropout_rows,
-    forgotten,
+    gradient_before_norm,
+    hash32,
     head_and_block,
-    leftmost,
+    kept_in_block,
     load_pairs,
     load_rows,
     load_tile,
-    mix,
+    one_minus_exp,
     power,
-    ranges,
     slopes,
     store_tile,
+    visible_ranges,
     weights,
 )
 
-PART = tl.constexpr(256)
-"""Row blocks that are asked at once whether they came by a block of keys."""
+LISTED_AT_ONCE = tl.constexpr(256)
+"""Row blocks that are compared with a key block at once."""
 
 
 @triton.jit
 def _query_gradient_block(
     b_q, b_do, b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count, b_slope, b_ref, b_scale, b_inner, b_first,
-    b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, j, stride_k, stride_v, stride_c, n_keys, score_scale, cut,
-    drop_below, drop_scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, COARSER: tl.constexpr,
-    MASKED: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, j, stride_k, stride_v, stride_c, n_keys, score_scale,
+    raw_threshold, drop_below, drop_scale,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
+    KEY_RATIO: tl.constexpr, MASKED: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr,
+    FLOAT32: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Take one step of the walk for the gradients of queries and gates: key block j."""
     o_k = j * BN + tl.arange(0, BN)
     b_k = load_tile(p_k, j * BN, stride_k, n_keys, D, BD, BN, MASKED)
     b_v = load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BD] @ [BD, BN] -> [BM, BN]
-    b_one = tl.where(b_s <= cut, 0.0, 1.0)
+    b_one = tl.where(b_s <= raw_threshold, 0.0, 1.0)
     if MASKED:
         b_one = tl.where(o_k[None, :] <= b_last[:, None], b_one, 0.0)
         if RANGES:
             b_one = tl.where(o_k[None, :] >= b_first[:, None], b_one, 0.0)
     b_offset = b_slope * b_count - b_ref
-    m_first = (j + 1) % COARSER == 0  # of the keys that are one block for the other kernel
-    tl.store(p_offsets + tl.cast(j // COARSER, tl.int64) * stride_c, b_offset, mask=m_m & m_first)
+    m_first = (j + 1) % KEY_RATIO == 0  # the newest of the blocks that are one in the other kernel
+    tl.store(p_offsets + tl.cast(j // KEY_RATIO, tl.int64) * stride_c, b_offset, mask=m_m & m_first)
     b_n = tl.dot(b_one.to(tl.float16), triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BDV] @ [BDV, BN] -> [BM, BN]
     b_x = b_s * score_scale + (b_slope[:, None] * b_n + b_offset[:, None])
-    b_p = weights(b_x, b_one, MASKED, ONLINE, EXACT)
-    if EXACT:
+    b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
+    if FLOAT32:
         b_p *= b_scale[:, None]
     if DROPOUT:
-        b_stays = mix(b_row[:, None] ^ dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
+        b_stays = hash32(b_row[:, None] ^ dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
         b_dp = tl.where(b_stays, b_dp * drop_scale, 0.0)
     b_ds = b_p * (b_dp - b_inner[:, None])
     b_n += b_count[:, None]
     b_dforget += tl.sum(b_ds * b_n, 1)
-    if EXACT:
+    if FLOAT32:
         b_surplus += tl.sum(b_ds, 1)
         b_distance += tl.sum(b_p * b_n, 1)
         b_mean = tl.dot(b_p, b_k, b_mean, input_precision=PRECISION)  # [BM, BN] @ [BN, BD] -> [BM, BD]
-    b_count = leftmost(b_n)
+    b_count = kept_in_block(b_n)
     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)  # [BM, BN] @ [BN, BD] -> [BM, BD]
     return b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["together"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["heads_sorted"])
 def query_gradient_kernel(
-    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, LOW, DOUT, REF, TOTAL, STOP, FACTOR, DQ, DFORGET, PAIRS, OFFSETS,
-    SPAN,
+    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, OUT_ERROR, DOUT, REF, TOTAL, STOP, NORM_FACTOR, DQ, DFORGET, SLOPE_INNER,
+    OFFSETS, WALK_ENDS,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_gb, stride_gh, stride_g,
     stride_dqb, stride_dqh, stride_dq, stride_dfb, stride_dfh, stride_df,
-    together, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below, drop_scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    COARSER: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
-    BEFORE: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    heads_sorted, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, raw_threshold,
+    drop_below, drop_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, KEY_RATIO: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr,
+    DROPOUT: tl.constexpr, BEFORE_NORM: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The forward's walk again, for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
+    """Repeat the forward's walk for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
-    Leaves for `key_gradient_kernel`: PAIRS `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks, n_rows]`,
-    slope · (keys kept right of a key block) - REF; SPAN `[B H, row blocks, 2]`, the oldest and newest key block
-    visited. A block of keys is COARSER times as long there. BEFORE: gradients are those of queries before their norm,
-    which multiplied rows by FACTOR, and of gates before log σ.
+    Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
+    n_rows]`, slope · (keys kept right of a key block) - REF; WALK_ENDS `[B H, row blocks, 2]`, the oldest and newest
+    key block read. The key blocks of that kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of
+    queries before their norm, which multiplied rows by NORM_FACTOR, and of gates before log σ.
     """
     blocks = n_rows // BM
-    i_bh, i_m = head_and_block(blocks, together)
+    i_bh, i_m = head_and_block(blocks, heads_sorted)
     start = chunk + i_m * BM
     i_b, i_h = (i_bh // heads).to(tl.int64), (i_bh % heads).to(tl.int64)
     p_k = K + i_b * stride_kb + i_h // group * stride_kh
@@ -103,34 +104,35 @@ def query_gradient_kernel(
     b_q = load_tile(Q + i_b * stride_qb + i_h * stride_qh, start, stride_q, n_queries, D, BD, BM, True)
     b_do = load_tile(DOUT + i_b * stride_gb + i_h * stride_gh, start, stride_g, n_queries, DV, BDV, BM, True)
     b_out = load_tile(OUT + i_b * stride_ob + i_h * stride_oh, start, stride_o, n_queries, DV, BDV, BM, True)
-    if EXACT:
+    if FLOAT32:
         b_inner = tl.sum(b_do.to(tl.float64) * b_out.to(tl.float64), 1).to(tl.float32)
     else:
-        b_low = load_tile(LOW + i_b * stride_ob + i_h * stride_oh, start, stride_o, n_queries, DV, BDV, BM, True)
-        b_inner = tl.sum(b_do.to(tl.float32) * (b_out.to(tl.float32) + b_low.to(tl.float32)), 1)
+        p_error = OUT_ERROR + i_b * stride_ob + i_h * stride_oh
+        b_error = load_tile(p_error, start, stride_o, n_queries, DV, BDV, BM, True)
+        b_inner = tl.sum(b_do.to(tl.float32) * (b_out.to(tl.float32) + b_error.to(tl.float32)), 1)
     p_forget = FORGET + i_b * stride_fb + i_h * stride_fh + o_m.to(tl.int64) * stride_f
-    b_slope = slopes(p_forget, m_m, ONLINE, EXACT, STEEPEST)
-    tl.store(PAIRS + o_row * 2, b_slope, mask=m_m)
+    b_slope = slopes(p_forget, m_m, ONLINE, FLOAT32, STEEPEST)
+    tl.store(SLOPE_INNER + o_row * 2, b_slope, mask=m_m)
     b_ref = tl.load(REF + o_row, mask=m_m, other=0.0)
-    b_scale = 1.0 / tl.load(TOTAL + o_row, mask=m_m, other=1.0) if EXACT else b_ref
-    b_first, b_last, newest, oldest, whole_from, whole_to = ranges(
+    b_scale = 1.0 / tl.load(TOTAL + o_row, mask=m_m, other=1.0) if FLOAT32 else b_ref
+    b_first, b_last, newest, oldest, whole_from, whole_to = visible_ranges(
         FIRST, LAST, i_b, start, n_queries, n_keys, BM, BN, RANGES
     )
-    oldest = tl.min(tl.load(STOP + o_row, mask=m_m, other=FAR)) // BN
-    p_span = SPAN + (tl.cast(i_bh, tl.int64) * blocks + i_m) * 2
-    tl.store(p_span, oldest // COARSER)
-    tl.store(p_span + 1, (newest + COARSER) // COARSER - 1)  # -1 where nothing is seen
+    oldest = tl.min(tl.load(STOP + o_row, mask=m_m, other=LARGE_INDEX)) // BN
+    p_walk_ends = WALK_ENDS + (tl.cast(i_bh, tl.int64) * blocks + i_m) * 2
+    tl.store(p_walk_ends, oldest // KEY_RATIO)
+    tl.store(p_walk_ends + 1, (newest + KEY_RATIO) // KEY_RATIO - 1)  # -1 where nothing is seen
 
     p_offsets = OFFSETS + tl.cast(i_bh, tl.int64) * n_blocks * n_rows + i_m * BM + tl.arange(0, BM)
-    if COARSER > 1:  # the newest block may begin in the middle of the other kernel's
-        tl.store(p_offsets + tl.cast(newest // COARSER, tl.int64) * n_rows, -b_ref, mask=m_m & (newest >= 0))
+    if KEY_RATIO > 1:  # the newest block may begin inside one of the other kernel's
+        tl.store(p_offsets + tl.cast(newest // KEY_RATIO, tl.int64) * n_rows, -b_ref, mask=m_m & (newest >= 0))
     b_row = dropout_rows(SEED, o_row) if DROPOUT else o_m
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] >= o_n[None, :]).to(tl.float16)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dforget, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     b_surplus, b_distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    b_mean = tl.zeros([BM, BD], tl.float32) if EXACT else b_inner
+    b_mean = tl.zeros([BM, BD], tl.float32) if FLOAT32 else b_inner
     for PHASE in tl.static_range(3 if RANGES else 2):
         end = whole_to + 1 if PHASE == 0 else whole_from if PHASE == 1 else 0
         end = tl.maximum(end, oldest)
@@ -138,49 +140,49 @@ def query_gradient_kernel(
             b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count = _query_gradient_block(
                 b_q, b_do, b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count, b_slope, b_ref, b_scale, b_inner,
                 b_first, b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, newest - step, stride_k, stride_v,
-                n_rows, n_keys, score_scale, cut, drop_below, drop_scale,
-                D, DV, BD, BDV, BN, COARSER, PHASE != 1, RANGES, ONLINE, EXACT, DROPOUT, PRECISION,
+                n_rows, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
+                D, DV, BD, BDV, BN, KEY_RATIO, PHASE != 1, RANGES, ONLINE, FLOAT32, DROPOUT, PRECISION,
             )  # fmt: skip
         newest = tl.minimum(newest, end - 1)
-    if EXACT:
-        # Σ dS should be 0. By as much as Σ P dP was off it is -off, Σ dS n is off by -off · Σ P n, and Σ dS k likewise.
+    if FLOAT32:
+        # Σ dS should be 0. If Σ P dP is off by e, then Σ dS is -e, Σ dS n is off by -e · Σ P n, and Σ dS k likewise.
         b_dforget -= b_surplus * b_distance
         b_dq -= b_surplus[:, None] * b_mean
         b_inner += b_surplus
-    tl.store(PAIRS + o_row * 2 + 1, b_inner, mask=m_m)
+    tl.store(SLOPE_INNER + o_row * 2 + 1, b_inner, mask=m_m)
     p_dq = DQ + i_b * stride_dqb + i_h * stride_dqh
     b_dq *= scale
-    if BEFORE:  # queries are read again: held all the way they would cost the loop registers
+    if BEFORE_NORM:  # queries are loaded again: kept, they would cost the loop registers
         b_q = load_tile(Q + i_b * stride_qb + i_h * stride_qh, start, stride_q, n_queries, D, BD, BM, True)
-        b_dq = before_norm(b_dq, b_q, FACTOR + o_row, m_m, D)
+        b_dq = gradient_before_norm(b_dq, b_q, NORM_FACTOR + o_row, m_m, D)
     store_tile(p_dq, start, stride_dq, n_queries, b_dq, D, BD, BM)
-    if BEFORE:
-        b_dforget *= forgotten(b_slope if EXACT else b_slope / LOG2_E)
+    if BEFORE_NORM:
+        b_dforget *= one_minus_exp(b_slope if FLOAT32 else b_slope / LOG2_E)
     p_dforget = DFORGET + i_b * stride_dfb + i_h * stride_dfh + o_m.to(tl.int64) * stride_df
     tl.store(p_dforget, b_dforget, mask=m_m)
 
 
 @triton.jit
 def _key_gradient_block(
-    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_pairs, p_offsets,
-    i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, cut, drop_below, drop_scale,
+    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_slope_inner, p_offsets,
+    i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr,
+    EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
     THREADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a block of queries adds to a block of keys. Transposed: keys are rows here."""
+    """Add what a block of queries contributes to a block of keys. Transposed: keys are rows here."""
     o_m = start + tl.arange(0, BM)
     b_q = load_tile(p_q, start, stride_q, n_queries, D, BD, BM, not EVEN)
     b_do = load_tile(p_do, start, stride_g, n_queries, DV, BDV, BM, not EVEN)
-    b_slope, b_inner = load_pairs(p_pairs, start, n_queries, BM, EVEN, THREADS)
+    b_slope, b_inner = load_pairs(p_slope_inner, start, n_queries, BM, EVEN, THREADS)
     b_offset = load_rows(p_offsets, start, n_queries, BM, 0.0, EVEN, THREADS)
-    if EXACT:
+    if FLOAT32:
         b_scale = 1.0 / load_rows(p_total, start, n_queries, BM, 1.0, EVEN, THREADS)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BD] @ [BD, BM] -> [BN, BM]
-    b_one = tl.where(b_s <= cut, 0.0, 1.0)
+    b_one = tl.where(b_s <= raw_threshold, 0.0, 1.0)
     if MASKED:
         if RANGES:
-            b_first = load_rows(FIRST + i_b * n_queries, start, n_queries, BM, FAR, EVEN, THREADS)
+            b_first = load_rows(FIRST + i_b * n_queries, start, n_queries, BM, LARGE_INDEX, EVEN, THREADS)
             b_last = load_rows(LAST + i_b * n_queries, start, n_queries, BM, -1, EVEN, THREADS)
             b_one = tl.where(o_k[:, None] >= b_first[None, :], b_one, 0.0)
         else:
@@ -190,15 +192,15 @@ def _key_gradient_block(
     b_n = tl.dot(triangle, b_ones)  # [BN, BN] @ [BN, BM] -> [BN, BM]
     b_x = b_s * score_scale + (b_slope[None, :] * b_n + b_offset[None, :])
     if triangle.dtype == tl.bfloat16 and not MASKED and not ONLINE:
-        b_p = power(b_x, EXACT).to(tl.bfloat16) * b_ones
+        b_p = power(b_x, FLOAT32).to(tl.bfloat16) * b_ones
     else:
-        b_p = weights(b_x, b_one, MASKED, ONLINE, EXACT)
-    if EXACT:
+        b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
+    if FLOAT32:
         b_p *= b_scale[None, :]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BDV] @ [BDV, BM] -> [BN, BM]
     b_used = b_p
     if DROPOUT:
-        b_stays = mix(b_column[:, None] ^ dropout_rows(SEED, i_bh * n_queries + o_m)[None, :]) >= drop_below.to(
+        b_stays = hash32(b_column[:, None] ^ dropout_rows(SEED, i_bh * n_queries + o_m)[None, :]) >= drop_below.to(
             tl.uint32
         )
         b_dp = tl.where(b_stays, b_dp * drop_scale, 0.0)
@@ -210,49 +212,49 @@ def _key_gradient_block(
 
 
 @triton.jit
-def _who_came(p_span, p_came, j, first, blocks, whole, RATIO: tl.constexpr):
-    """Lists the row blocks, of `first...`, whose walk came by key block j.
+def _list_row_blocks(p_walk_ends, p_row_blocks, j, first, blocks, whole_from, ROW_RATIO: tl.constexpr):
+    """List the row blocks, from `first` on, whose walk read key block j.
 
-    Returns how many, and how many of them begin before `whole`.
+    Returns their number, and how many of them begin before `whole_from`.
     """
-    number, before = j * 0, j * 0
-    for part in range(first // PART, tl.cdiv(blocks, PART)):
-        o_i = part * PART + tl.arange(0, PART)
+    n_listed, n_partial = j * 0, j * 0
+    for part in range(first // LISTED_AT_ONCE, tl.cdiv(blocks, LISTED_AT_ONCE)):
+        o_i = part * LISTED_AT_ONCE + tl.arange(0, LISTED_AT_ONCE)
         m_i = o_i < blocks
-        b_oldest = tl.load(p_span + 2 * o_i, mask=m_i, other=FAR)
-        b_newest = tl.load(p_span + 2 * o_i + 1, mask=m_i, other=-1)
-        b_came = ((b_oldest <= j) & (j <= b_newest)).to(tl.int32)
-        here = tl.sum(b_came)
+        b_oldest = tl.load(p_walk_ends + 2 * o_i, mask=m_i, other=LARGE_INDEX)
+        b_newest = tl.load(p_walk_ends + 2 * o_i + 1, mask=m_i, other=-1)
+        b_visits = ((b_oldest <= j) & (j <= b_newest)).to(tl.int32)
+        here = tl.sum(b_visits)
         if here > 0:
-            tl.store(p_came + number + tl.cumsum(b_came, 0) - 1, o_i, mask=b_came > 0)
-            before += tl.sum(tl.where(o_i * RATIO < whole, b_came, 0))
-            number += here
-    tl.debug_barrier()  # a thread reads what another wrote
-    return number, before
+            tl.store(p_row_blocks + n_listed + tl.cumsum(b_visits, 0) - 1, o_i, mask=b_visits > 0)
+            n_partial += tl.sum(tl.where(o_i * ROW_RATIO < whole_from, b_visits, 0))
+            n_listed += here
+    tl.debug_barrier()  # a thread reads what another one wrote
+    return n_listed, n_partial
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["together"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["heads_sorted"])
 def key_gradient_kernel(
-    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, FACTOR, DK, DV_OUT, PAIRS, OFFSETS, SPAN, CAME,
+    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, NORM_FACTOR, DK, DV_OUT, SLOPE_INNER, OFFSETS, WALK_ENDS, ROW_BLOCKS,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_gb, stride_gh, stride_g,
     stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh, stride_dv,
-    seen, together, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, cut, drop_below,
-    drop_scale,
+    seen_blocks, heads_sorted, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale,
+    raw_threshold, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RATIO: tl.constexpr, EVEN: tl.constexpr, RANGES: tl.constexpr, SKIP: tl.constexpr, ACCUMULATE: tl.constexpr,
-    ONLINE: tl.constexpr, EXACT: tl.constexpr, DROPOUT: tl.constexpr, BEFORE: tl.constexpr, THREADS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROW_RATIO: tl.constexpr, EVEN: tl.constexpr, RANGES: tl.constexpr, SKIP: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
+    BEFORE_NORM: tl.constexpr, THREADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys gathers its gradients from the row blocks of a chunk whose walk came by, in their order.
+    """Sum the gradients of a block of keys over the row blocks of a chunk whose walk read it, in their order.
 
-    SKIP: some walks stopped early or started late, so that those that came are listed first, in CAME `[B H, n_blocks,
-    row blocks]`, since a loop with a condition in it wouldn't load ahead. RATIO of the row blocks here make one there.
-    EVEN: no row block reaches beyond the queries. ACCUMULATE: on top of former chunks' sums. BEFORE: the
-    gradient is that of keys before their norm, which multiplied rows by FACTOR.
+    SKIP: some walks stopped early or started late. The row blocks are then listed first, in ROW_BLOCKS `[B H, n_blocks,
+    row blocks]`, because a loop with a condition in it can't load ahead. The row blocks of `query_gradient_kernel` are
+    ROW_RATIO times as long. EVEN: no row block reaches beyond the queries. ACCUMULATE: add to the sums of earlier
+    chunks. BEFORE_NORM: gradients are those of keys before their norm, which multiplied rows by NORM_FACTOR.
     """
-    i_bk, i_n = head_and_block(seen, together)
-    j = seen - 1 - i_n  # oldest keys first: most queries see them
+    i_bk, i_n = head_and_block(seen_blocks, heads_sorted)
+    j = seen_blocks - 1 - i_n  # oldest keys first: most queries see them
     kv_heads = heads // group
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
     o_n = tl.arange(0, BN)
@@ -270,34 +272,37 @@ def key_gradient_kernel(
         i_bh = i_b * heads + i_h
         p_q = Q + i_b * stride_qb + i_h * stride_qh
         p_do = DOUT + i_b * stride_gb + i_h * stride_gh
-        p_total, p_pairs = TOTAL + i_bh * n_queries, PAIRS + i_bh * n_queries * 2
+        p_total, p_slope_inner = TOTAL + i_bh * n_queries, SLOPE_INNER + i_bh * n_queries * 2
         p_offsets = OFFSETS + (i_bh * n_blocks + j) * n_rows - chunk
-        low = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM  # who may see it, and who sees all of it
-        whole = (tl.maximum(j * BN + BN - 1 - (n_keys - n_queries) - chunk, 0) + BM - 1) // BM
+        # Row blocks from first_block on see a key of this block; from whole_from on every row sees all of them.
+        first_block = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM
+        whole_from = (tl.maximum(j * BN + BN - 1 - (n_keys - n_queries) - chunk, 0) + BM - 1) // BM
         if RANGES:
-            low, whole = low * 0, whole * 0 + FAR
-        high = blocks
-        p_came = CAME + (i_bh * n_blocks + j) * (blocks // RATIO)
+            first_block, whole_from = first_block * 0, whole_from * 0 + LARGE_INDEX
+        end_block = blocks
+        p_row_blocks = ROW_BLOCKS + (i_bh * n_blocks + j) * (blocks // ROW_RATIO)
         if SKIP:
-            p_span = SPAN + i_bh * (blocks // RATIO) * 2
-            high, whole = _who_came(p_span, p_came, j, low // RATIO, blocks // RATIO, whole, RATIO)
-            low, whole, high = low * 0, whole * RATIO, high * RATIO
-        whole = tl.minimum(tl.maximum(whole, low), high)
-        touched = tl.maximum(touched, high - low)
+            p_walk_ends = WALK_ENDS + i_bh * (blocks // ROW_RATIO) * 2
+            end_block, whole_from = _list_row_blocks(
+                p_walk_ends, p_row_blocks, j, first_block // ROW_RATIO, blocks // ROW_RATIO, whole_from, ROW_RATIO
+            )
+            first_block, whole_from, end_block = first_block * 0, whole_from * ROW_RATIO, end_block * ROW_RATIO
+        whole_from = tl.minimum(tl.maximum(whole_from, first_block), end_block)
+        touched = tl.maximum(touched, end_block - first_block)
         for PHASE in tl.static_range(2):
-            begin, end = low if PHASE == 0 else whole, whole if PHASE == 0 else high
+            begin, end = first_block if PHASE == 0 else whole_from, whole_from if PHASE == 0 else end_block
             if SKIP:
-                i_next = tl.load(p_came + begin // RATIO, mask=begin < end, other=0)
+                i_next = tl.load(p_row_blocks + begin // ROW_RATIO, mask=begin < end, other=0)
             for index in range(begin, end):
                 i_m = index
-                if SKIP:  # read one ahead: what is loaded by a number just read would be loaded a step later
-                    i_m = i_next * RATIO + index % RATIO
-                    i_next = tl.load(p_came + tl.minimum(index + 1, end - 1) // RATIO)
+                if SKIP:  # load the list one ahead, or what it points to would be loaded a step late
+                    i_m = i_next * ROW_RATIO + index % ROW_RATIO
+                    i_next = tl.load(p_row_blocks + tl.minimum(index + 1, end - 1) // ROW_RATIO)
                 b_dk, b_dv = _key_gradient_block(
-                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_pairs,
+                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_slope_inner,
                     p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
-                    score_scale, cut, drop_below, drop_scale,
-                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, EXACT, DROPOUT, THREADS, PRECISION,
+                    score_scale, raw_threshold, drop_below, drop_scale,
+                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, FLOAT32, DROPOUT, THREADS, PRECISION,
                 )  # fmt: skip
     b_dk *= scale
     p_dk = DK + i_b * stride_dkb + i_hk * stride_dkh
@@ -310,7 +315,7 @@ def key_gradient_kernel(
             store_tile(p_dv, j * BN, stride_dv, n_keys, b_dv, DV, BDV, BN)
     else:
         store_tile(p_dv, j * BN, stride_dv, n_keys, b_dv, DV, BDV, BN)
-        if BEFORE:  # keys are read again, likewise, and after a store, or the compiler would hold them
+        if BEFORE_NORM:  # loaded again, as the queries are, and after a store, or the compiler would keep them
             b_k = load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_keys, D, BD, BN, True)
-            b_dk = before_norm(b_dk, b_k, FACTOR + i_bk.to(tl.int64) * n_keys + o_k, o_k < n_keys, D)
+            b_dk = gradient_before_norm(b_dk, b_k, NORM_FACTOR + i_bk.to(tl.int64) * n_keys + o_k, o_k < n_keys, D)
         store_tile(p_dk, j * BN, stride_dk, n_keys, b_dk, D, BD, BN)

@@ -1,7 +1,7 @@
-"""Block shapes of the fused kernels: a short list per head width, of which the first that fits the device is taken.
+"""Block shapes ("tiles") of the kernels: a short list per head width, of which the first that fits the device is taken.
 
-What fits is a matter of shared memory, never of a GPU's name, and the last of every list fits any GPU since Ampere.
-The order is what an H200 measured. With `TRA_AUTOTUNE=1` the first call of a kind (dtype, width, length up to the next
+What fits depends on shared memory, never on a GPU's name, and the last of every list fits any GPU since Ampere. The
+order was measured on an H200. With `TRA_AUTOTUNE=1` the first call of a kind (dtype, width, length up to the next
 power of two) measures the whole list instead.
 """
 
@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 
-class Forward(NamedTuple):
-    """Rows and keys of a block, warps, stages of the software pipeline, and a limit to a thread's registers.
+class ForwardTile(NamedTuple):
+    """Rows and keys of a block, warps, stages of the software pipeline, and a limit on a thread's registers.
 
-    The limit is for a processor to hold one more block at once, where that costs hardly a spill.
+    With the limit a processor holds one more block at once; it is set where that spills hardly any registers.
     """
 
     rows: int
@@ -27,12 +27,12 @@ class Forward(NamedTuple):
     registers: int = 0
 
     def shared_memory(self, width: int, value_width: int, itemsize: int) -> int:
-        """Bytes, about: a query block, `stages` blocks of keys and values, the triangle."""
+        """Estimate the bytes: a query block, `stages` blocks of keys and values, the triangle."""
         return (self.rows * width + self.stages * self.keys * (width + value_width)) * itemsize + self.keys**2 * 2
 
 
-class Backward(NamedTuple):
-    """As above for the two kernels: the keys that one holds and the rows that the other holds, and what each walks by.
+class BackwardTile(NamedTuple):
+    """The same for the two backward kernels.
 
     The kernel of queries holds `rows` and walks by `query_keys`; that of keys holds `keys` and walks by `key_rows`.
     """
@@ -54,63 +54,65 @@ class Backward(NamedTuple):
         return max(queries, keys)
 
 
-FORWARD: dict[tuple[int, int], tuple[Forward, ...]] = {
+FORWARD: dict[tuple[int, int], tuple[ForwardTile, ...]] = {
     # (bytes per number, widest head): best first
-    (2, 64): (Forward(64, 32, 4, 3, 128), Forward(64, 64, 4, 3), Forward(64, 32, 4, 2)),
-    (2, 128): (Forward(64, 32, 4, 3, 168), Forward(128, 64, 8, 3), Forward(64, 32, 4, 2)),
-    (2, 256): (Forward(128, 32, 8, 2), Forward(64, 32, 4, 2), Forward(32, 32, 4, 1)),
-    (4, 64): (Forward(32, 32, 4, 2), Forward(32, 16, 4, 1)),
-    (4, 128): (Forward(32, 32, 4, 2), Forward(16, 16, 4, 1)),
-    (4, 256): (Forward(16, 16, 4, 2), Forward(16, 16, 4, 1)),
+    (2, 64): (ForwardTile(64, 32, 4, 3, 128), ForwardTile(64, 64, 4, 3), ForwardTile(64, 32, 4, 2)),
+    (2, 128): (ForwardTile(64, 32, 4, 3, 168), ForwardTile(128, 64, 8, 3), ForwardTile(64, 32, 4, 2)),
+    (2, 256): (ForwardTile(128, 32, 8, 2), ForwardTile(64, 32, 4, 2), ForwardTile(32, 32, 4, 1)),
+    (4, 64): (ForwardTile(32, 32, 4, 2), ForwardTile(32, 16, 4, 1)),
+    (4, 128): (ForwardTile(32, 32, 4, 2), ForwardTile(16, 16, 4, 1)),
+    (4, 256): (ForwardTile(16, 16, 4, 2), ForwardTile(16, 16, 4, 1)),
 }
-BACKWARD: dict[tuple[int, int], tuple[Backward, ...]] = {
+BACKWARD: dict[tuple[int, int], tuple[BackwardTile, ...]] = {
     (2, 64): (
-        Backward(64, 64, 64, 4, 3, 64, 4, 3),
-        Backward(64, 64, 64, 4, 2, 32, 4, 2),
-        Backward(32, 64, 32, 4, 2, 64, 4, 1),
+        BackwardTile(64, 64, 64, 4, 3, 64, 4, 3),
+        BackwardTile(64, 64, 64, 4, 2, 32, 4, 2),
+        BackwardTile(32, 64, 32, 4, 2, 64, 4, 1),
     ),
     (2, 128): (
-        Backward(128, 128, 64, 8, 3, 32, 8, 3),
-        Backward(64, 64, 64, 4, 2, 32, 4, 3),
-        Backward(32, 64, 32, 4, 2, 32, 4, 2),
-        Backward(32, 32, 32, 4, 1, 32, 4, 1),
+        BackwardTile(128, 128, 64, 8, 3, 32, 8, 3),
+        BackwardTile(64, 64, 64, 4, 2, 32, 4, 3),
+        BackwardTile(32, 64, 32, 4, 2, 32, 4, 2),
+        BackwardTile(32, 32, 32, 4, 1, 32, 4, 1),
     ),
-    (2, 256): (Backward(32, 64, 32, 8, 2, 32, 8, 2), Backward(32, 32, 32, 4, 1, 32, 4, 1)),
-    (4, 64): (Backward(32, 32, 32, 4, 2, 32, 4, 2), Backward(16, 32, 16, 4, 1, 32, 4, 1)),
-    (4, 128): (Backward(32, 32, 32, 4, 1, 32, 4, 1), Backward(16, 16, 16, 4, 1, 16, 4, 1)),
-    (4, 256): (Backward(16, 16, 16, 4, 1, 16, 4, 1),),
+    (2, 256): (BackwardTile(32, 64, 32, 8, 2, 32, 8, 2), BackwardTile(32, 32, 32, 4, 1, 32, 4, 1)),
+    (4, 64): (BackwardTile(32, 32, 32, 4, 2, 32, 4, 2), BackwardTile(16, 32, 16, 4, 1, 32, 4, 1)),
+    (4, 128): (BackwardTile(32, 32, 32, 4, 1, 32, 4, 1), BackwardTile(16, 16, 16, 4, 1, 16, 4, 1)),
+    (4, 256): (BackwardTile(16, 16, 16, 4, 1, 16, 4, 1),),
 }
 BACKWARD_SHORT = BACKWARD | {
-    (2, 64): (Backward(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
-    (2, 128): (Backward(128, 64, 32, 4, 3, 32, 8, 3), *BACKWARD[2, 128][1:]),
+    (2, 64): (BackwardTile(64, 64, 32, 4, 3, 64, 4, 3, 168), *BACKWARD[2, 64][1:]),
+    (2, 128): (BackwardTile(128, 64, 32, 4, 3, 32, 8, 3), *BACKWARD[2, 128][1:]),
 }
-"""Where walks are short, small blocks waste less."""
-INTERPRETED = (Forward(64, 32, 4, 1), Backward(64, 32, 32, 4, 1, 16, 1, 1))
-"""On a CPU nothing has to fit; unlike sides find more mistakes."""
+"""For short walks: small blocks compute less that is masked."""
+INTERPRETED = (ForwardTile(64, 32, 4, 1), BackwardTile(64, 32, 32, 4, 1, 16, 1, 1))
+"""On a CPU nothing has to fit; unequal sides find more mistakes."""
 
-LEAST = 99 << 10
-"""Shared memory that any GPU since Ampere has, in bytes; PyTorch tells it of NVIDIA's alone."""
+MIN_SHARED_MEMORY = 99 << 10
+"""Bytes of shared memory that any GPU since Ampere has. PyTorch reports it for NVIDIA's only."""
 
-Tile = TypeVar("Tile", Forward, Backward)
-_chosen: dict[Hashable, Forward | Backward] = {}
+Tile = TypeVar("Tile", ForwardTile, BackwardTile)
+_chosen: dict[Hashable, ForwardTile | BackwardTile] = {}
 
 
 def candidates(
     table: dict[tuple[int, int], tuple[Tile, ...]], width: int, value_width: int, itemsize: int, device: torch.device
 ) -> Sequence[Tile]:
-    """The list for a head width, without what surely doesn't fit the device."""
+    """Return the list for a head width, without what surely doesn't fit the device."""
     if device.type == "cpu":
         return tuple(tile for tile in INTERPRETED if isinstance(tile, type(next(iter(table.values()))[0])))
     listed = next(
         tiles for (size, widest), tiles in table.items() if size == itemsize and max(width, value_width) <= widest
     )
-    available: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST)
+    available: int = getattr(
+        torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", MIN_SHARED_MEMORY
+    )
     fitting = [tile for tile in listed if tile.shared_memory(width, value_width, itemsize) <= available]
     return fitting or listed[-1:]
 
 
 def run(kind: Hashable, length: int, tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> None:
-    """Launch with the kind's tile, chosen on the first call; `launch` may be called several times then."""
+    """Launch with the tile chosen for this kind of call; the first call may launch several times to choose it."""
     tune = os.environ.get("TRA_AUTOTUNE", "0") not in ("", "0")
     kind = (kind, type(tiles[0]), length.bit_length() if tune else None)
     if kind in _chosen:

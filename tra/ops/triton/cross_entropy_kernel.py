@@ -1,4 +1,4 @@
-"""The softmax over a vocabulary, a row a program: its loss, and its gradient in place of the logits."""
+"""The softmax over a vocabulary, one row per program: its loss, and its gradient in place of the logits."""
 
 from __future__ import annotations
 

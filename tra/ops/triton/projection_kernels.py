@@ -1,4 +1,4 @@
-"""Beside a layer's products: the norm of queries and keys, in place, the forget gates, and their bias's gradient."""
+"""Kernels beside a layer's products: norm of queries and keys, in place; forget gates; their bias's gradient."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def normalise_kernel(
     X, QUERY_FACTOR, KEY_FACTOR, stride, n_rows, n_tokens, heads, kv_heads, eps,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Divides the first `heads + kv_heads` heads of X `[B T, heads, D]` by their root mean square.
+    """Divide the first `heads + kv_heads` heads of X `[B T, heads, D]` by their root mean square.
 
-    Leaves what it multiplied by, `[B, heads, T]` of queries and `[B, kv_heads, T]` of keys.
+    Leaves the factors, `[B, heads, T]` of queries and `[B, kv_heads, T]` of keys.
     """
     i_h = tl.program_id(0) % (heads + kv_heads)
     o_r = (tl.program_id(0) // (heads + kv_heads)).to(tl.int64) * BM + tl.arange(0, BM)
@@ -35,7 +35,7 @@ def gate_kernel(
     X, WEIGHT, BIAS, OUT, n_rows, n_tokens, heads,
     C: tl.constexpr, BC: tl.constexpr, BH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """log σ(w · x + b) of rows X `[B T, C]`, in float32, as `[B, heads, T]`; a program has BH of the heads."""
+    """Compute log σ(w · x + b) of rows X `[B T, C]`, in float32, as `[B, heads, T]`; a program has BH of the heads."""
     o_r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     m_r = o_r < n_rows
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -67,7 +67,7 @@ def gate_kernel(
 
 @triton.jit
 def bias_kernel(X, OUT, stride, n_rows, columns, BH: tl.constexpr, BM: tl.constexpr):
-    """Sums of rows X `[n_rows, columns]`, those of every program apart: OUT `[columns, programs]`."""
+    """Sum rows X `[n_rows, columns]`, those of each program separately: OUT `[columns, programs]`."""
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)
     b_sum = tl.zeros([BM, BH], tl.float32)
     for start in range(tl.program_id(0) * BM, n_rows, tl.num_programs(0) * BM):
@@ -79,7 +79,7 @@ def bias_kernel(X, OUT, stride, n_rows, columns, BH: tl.constexpr, BM: tl.conste
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) of x in 0..1, exact to rounding also near 0: 2 atanh(x / (2 + x)), by its series."""
+    """Return log(1 + x) of x in 0..1, exact to rounding also near 0: 2 atanh(x / (2 + x)), by its series."""
     s = x / (2.0 + x)
     z = s * s
     terms = 1.0 / 9.0 + z * (1.0 / 11.0 + z * (1.0 / 13.0))

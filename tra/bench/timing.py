@@ -1,0 +1,72 @@
+"""Time and memory on a device, and what it was measured with."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tra.runs import environment
+
+
+class Measured(NamedTuple):
+    ms: float
+    fastest_ms: float
+    slowest_ms: float
+    peak_mib: int
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_graph(call: Callable[[], object], rounds: int = 7) -> Measured:
+    """Return the times of a CUDA graph of one call, and the peak memory of the call outside of a graph."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    median, fastest, slowest = (round(x, 4) for x in (statistics.median(times), min(times), max(times)))
+    return Measured(median, fastest, slowest, round(peak / 2**20))
+
+
+def gpu_environment(device: torch.device) -> dict[str, Any]:
+    """Return the environment of a result, with Triton's version."""
+    import triton
+
+    return environment(device) | {"triton": str(triton.__version__)}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the start of an error, for a row that has it in place of numbers."""
+    return str(error).splitlines()[0][:120]
+
+
+def gpu_clocks() -> str | None:
+    """Return SM and memory clock, power and driver version, as the driver reports them."""
+    query = "clocks.sm,clocks.mem,power.draw,driver_version"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
