@@ -302,7 +302,7 @@ def run_layers(
     key_mask: Tensor | None = None,
     cache: Any = None,
     document_ids: Tensor | None = None,
-    call_layer: Callable[..., Tensor] = lambda layer, *inputs: layer(*inputs),
+    call_layer: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return hidden states of embeddings x `[B, T, d_model]`, after all layers and the last norm.
 
@@ -315,7 +315,8 @@ def run_layers(
     """
     layers = list(layers)
     past = 0 if cache is None else cache.length
-    check_masks(x, key_mask, past, document_ids)
+    if key_mask is not None or document_ids is not None:
+        check_masks(x, key_mask, past, document_ids)
     if cache is not None:
         x, key_mask = cache.begin(x, key_mask)
     mechanism: Any = layers[0].self_attn
@@ -325,7 +326,8 @@ def run_layers(
         else:
             x = mechanism.mark_input(x, cache.layers[0].positions(x, key_mask))
     for index, layer in enumerate(layers):
-        x = call_layer(layer, x, key_mask, None if cache is None else cache.layers[index], document_ids)
+        inputs = (x, key_mask, None if cache is None else cache.layers[index], document_ids)
+        x = layer(*inputs) if call_layer is None else call_layer(layer, *inputs)
     return norm(x if cache is None else cache.end(x))
 
 

@@ -23,14 +23,11 @@ from tra.ops import (
 )
 from tra.ops.compiler_workarounds import softmax_or_nothing
 from tra.ops.full_map import full_attention_map
-from tra.ops.inputs import is_cast, layer_dtype
+from tra.ops.inputs import autocast_dtype
 from tra.ops.options import AttentionOptions, default_tolerance
 from tra.ops.stop_bound import log_remaining_weight
 from tra.ops.triton.projections import Weights, attention_of_projections, takes_projections
 from tra.ops.visible import Visible
-
-FUSED_METHODS = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
-"""Methods that the fused operator doesn't call."""
 
 
 class ThresholdRelativeAttention(Attention):
@@ -47,6 +44,7 @@ class ThresholdRelativeAttention(Attention):
     default_qk_norm: ClassVar[bool] = True
     config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
     takes_key_lengths: ClassVar[bool] = True
+    fused_methods: ClassVar[tuple[str, ...]] = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
     gated: ClassVar[bool] = True
     """Without a gate, distance costs nothing."""
 
@@ -70,7 +68,7 @@ class ThresholdRelativeAttention(Attention):
         if self.gated:
             self.gate = ForgetGate(d_model, n_heads, gate_bias, fused=self.fuse_projections)
         if self.fuse_projections:
-            check_not_overridden(self, ThresholdRelativeAttention, FUSED_METHODS)
+            check_not_overridden(self, ThresholdRelativeAttention)
 
     @property
     def score_bound(self) -> float | None:
@@ -94,28 +92,22 @@ class ThresholdRelativeAttention(Attention):
             "tolerance": self.tolerance,
         }
 
-    def check_parts(self) -> None:
-        super().check_parts()
-        check_not_overridden(self, ThresholdRelativeAttention, FUSED_METHODS)
-
     def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
         """See `Attention`. In fused training without masks, projections, norm, gate and attention are one operator."""
-        fused = self.fuse_projections and torch.is_grad_enabled() and all(value is None for value in context)
-        if not (fused and self._fits_operator(x)):
-            return super().project_and_attend(x, *context)
-        self._check_width(x)
-        gates = (self.gate.linear.weight, self.gate.linear.bias) if self.gated else ()
-        weights = Weights(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, *gates)
-        x = x.to(layer_dtype(x))
-        return attention_of_projections(x, weights, n_heads=self.n_heads, eps=NORM_EPS, **self._options)
-
-    def _fits_operator(self, x: Tensor) -> bool:
-        """Return whether the operator of the kernels computes what this layer does, on this device and dtype."""
-        if not self.qk_norm or self.rotary:
-            return False
-        if not (is_cast(x) or all(y.weight.dtype == x.dtype for y in (self.q_proj, self.k_proj, self.v_proj))):
-            return False  # PyTorch raises an error for products of different dtypes
-        return takes_projections(x.device, layer_dtype(x), self.head_width, self.impl)
+        training = self.fuse_projections and torch.is_grad_enabled() and all(value is None for value in context)
+        if training and self.qk_norm and not self.rotary and x.ndim == 3:
+            projections = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+            cast_to = autocast_dtype(x)
+            dtype = x.dtype if cast_to is None else cast_to
+            # without autocast PyTorch raises an error for products of different dtypes, on the other path
+            fits = cast_to is not None or all(weight.dtype == dtype for weight in projections)
+            if fits and takes_projections(x.device, dtype, self.head_width, self.impl):
+                gates = (self.gate.linear.weight, self.gate.linear.bias) if self.gated else ()
+                weights = Weights(*projections, *gates)
+                return attention_of_projections(
+                    x.to(dtype), weights, n_heads=self.n_heads, eps=NORM_EPS, **self._options
+                )
+        return super().project_and_attend(x, *context)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         options = self._options | {"impl": self.impl}

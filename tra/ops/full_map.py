@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tra.ops.compiler_workarounds import count_from_the_right, softmax_or_nothing
-from tra.ops.inputs import compute_dtype
 from tra.ops.options import AttentionOptions
 from tra.ops.visible import Visible, zero_masked
 
@@ -30,7 +29,7 @@ def full_attention_map(
     query: Tensor, key: Tensor, log_forget: Tensor, visible: Visible, options: AttentionOptions
 ) -> AttentionMap:
     """Return all scores, kept keys, contextualised distances and weights, without dropout."""
-    dtype = compute_dtype(query.dtype)
+    dtype = log_forget.dtype
     group = query.shape[1] // key.shape[1]
     if visible.key_mask is not None:
         key = zero_masked(key, visible.key_mask)

@@ -22,14 +22,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def is_cast(x: Tensor) -> bool:
-    """Say whether autocast would cast x."""
-    return x.dtype != torch.float64 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-
-
-def layer_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that a layer casts x to, under autocast or without."""
-    return torch.get_autocast_dtype(x.device.type) if is_cast(x) else x.dtype
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast casts x to in a layer; None if it does not cast."""
+    if x.dtype == torch.float64 or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def check_attention(

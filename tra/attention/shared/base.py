@@ -10,13 +10,19 @@ from torch import Tensor, nn
 
 from tra.attention.shared.cache import LayerCache, StaticLayerCache
 from tra.attention.shared.forget_gate import ForgetGate, GateLinear
-from tra.attention.shared.fusing import check_plain, one_product_is_best
+from tra.attention.shared.fusing import check_plain_parts, one_product_is_best
 from tra.attention.shared.inputs import AttentionInputs, check_masks, scores, visible_keys
 from tra.attention.shared.positions import positions
 from tra.attention.shared.rotation import rotate_by_position
 
 NORM_EPS = 1e-6
 """Added to mean squares in the norm of queries and keys."""
+
+FUSED_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj"), nn.Linear) | {
+    "gate": ForgetGate,
+    "gate.linear": GateLinear,
+}
+"""The modules whose weights a fused layer reads itself, and their classes."""
 
 
 class WeightMap(NamedTuple):
@@ -75,6 +81,8 @@ class Attention(Mechanism):
 
     default_qk_norm: ClassVar[bool] = False
     default_rotary: ClassVar[bool] = False
+    fused_methods: ClassVar[tuple[str, ...]] = ()
+    """Methods that a fused operator does not call."""
 
     def __init__(
         self,
@@ -128,17 +136,9 @@ class Attention(Mechanism):
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
         """
         if self.fuse_projections and torch.is_grad_enabled():
-            self.check_parts()
+            check_plain_parts(self, FUSED_PARTS)
         out = self.project_and_attend(x, key_mask, cache, document_ids)
         return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def check_parts(self) -> None:
-        """Raise a ValueError if a part that fusing may skip is not the plain module that the layer made."""
-        for name in ("q_proj", "k_proj", "v_proj"):
-            check_plain(name, getattr(self, name))
-        if (gate := getattr(self, "gate", None)) is not None:
-            check_plain("gate", gate, ForgetGate)
-            check_plain("gate.linear", gate.linear, GateLinear)
 
     def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
         """Return what `o_proj` reads, `[B, H, T, D]`; `context` is the rest of the arguments of `forward`."""
@@ -153,8 +153,10 @@ class Attention(Mechanism):
     ) -> AttentionInputs:
         """Return queries of the new tokens, keys and values of all tokens, and their masks."""
         past = 0 if cache is None else cache.length
-        self._check_width(x)
-        check_masks(x, key_mask, past, document_ids)
+        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
+            raise ValueError(f"x must be [B, T, {self.q_proj.in_features}], got {tuple(x.shape)}")
+        if key_mask is not None or document_ids is not None:
+            check_masks(x, key_mask, past, document_ids)
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids are for packed training rows and don't go with a cache")
         query, key, value = self.project_heads(x)
@@ -168,10 +170,6 @@ class Attention(Mechanism):
                 raise ValueError(f"{type(self).__name__} can't use a static cache: decode with a growing one")
         return AttentionInputs(x, query, key, value, key_mask, document_ids, cache, key_lengths=key_lengths)
 
-    def _check_width(self, x: Tensor) -> None:
-        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
-            raise ValueError(f"x must be [B, T, {self.q_proj.in_features}], got {tuple(x.shape)}")
-
     def project_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, normalised but not rotated."""
         query, key, value = self.project(x)
@@ -183,7 +181,7 @@ class Attention(Mechanism):
         """Return queries, keys and values as projected, `[B, T, heads, D]`."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.fuse_projections and one_product_is_best(x):
-            self.check_parts()
+            check_plain_parts(self, FUSED_PARTS)
             joint = F.linear(x, torch.cat([layer.weight for layer in layers]))
             query, key, value = joint.split([layer.out_features for layer in layers], dim=-1)
         else:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tra.attention.shared.fusing import check_plain
-from tra.ops.inputs import is_cast, layer_dtype
+from tra.attention.shared.fusing import check_plain_parts
+from tra.ops.inputs import autocast_dtype
 
 MAX_HEADS_FOR_SUMS = 16
 """Heads up to which a compiled gate is a sum per head, which the compiler fuses into the kernel that makes x. As a
@@ -44,6 +44,8 @@ class ForgetGate(nn.Module):
         fused: Let the compiler fuse the gate on a GPU, which reads the weight of `linear` and doesn't call it.
     """
 
+    fused_methods: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, d_model: int, n_heads: int, bias: float, *, fused: bool = False) -> None:
         super().__init__()
         self.fused = fused
@@ -55,11 +57,12 @@ class ForgetGate(nn.Module):
         Uncompiled, on a GPU, that is TF32 where PyTorch is told so for products of float32.
         """
         device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
-        cast, x = is_cast(x), x.to(layer_dtype(x))
-        narrow = torch.bfloat16 if cast and x.dtype == torch.bfloat16 else dtype  # float16 needs its loss scaled
+        cast_to = autocast_dtype(x)
+        x = x if cast_to is None else x.to(cast_to)
+        narrow = torch.bfloat16 if cast_to == torch.bfloat16 else dtype  # float16 needs its loss scaled
         with torch.autocast(device, enabled=False):
             if self.fused and sums_are_best(x, self.linear.out_features):
-                check_plain("gate.linear", self.linear, GateLinear)
+                check_plain_parts(self, {"linear": GateLinear})
                 weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
                 return log_gate_by_sums(x.to(dtype), weight, bias, narrow)
             return F.logsigmoid(self.linear(x.to(dtype))).transpose(1, 2)
