@@ -138,7 +138,9 @@ def _judge_one(
         found += _judge_ending(outcome)
     now = snapshot(folder)
     is_there = outcome.status == 2 and "exists already" in outcome.errors
-    if outcome.status != 0 and not (is_there and all(now.get(path) == reference.after[path] for path in reference.after)):
+    if outcome.status != 0 and not (
+        is_there and all(now.get(path) == reference.after[path] for path in reference.after)
+    ):
         found.append(("again", f"status {outcome.status}: {_tail(outcome)}"))
     else:
         found += _compare(reference.after, now)

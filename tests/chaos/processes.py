@@ -62,6 +62,10 @@ class Outcome(NamedTuple):
 
 def warm_up() -> None:
     """Import what commands import, and nothing that starts a thread."""
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = "1"  # read when numpy and torch are imported
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    sys.dont_write_bytecode = True
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     import matplotlib
 
@@ -243,9 +247,9 @@ def _be_the_command(
         os.setpgid(0, 0)
         _redirect(said["out"].open("ab"), said["err"].open("ab"))
         os.chdir(folder)
-        os.environ |= {"COLUMNS": "250", "TRA_COMMIT": "chaos", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+        os.environ |= {"COLUMNS": "200", "TRA_COMMIT": "chaos", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
         sys.argv = ["tra", *arguments]
-        subprocess.Popen = _start_cell(subprocess.Popen)  # type: ignore[assignment, misc]
+        subprocess.Popen = _start_cell(subprocess.Popen)  # type: ignore[misc]
         if clock_goes_back:
             _turn_clock_back()
         install_filter(to_supervisor)
@@ -351,5 +355,5 @@ def _turn_clock_back() -> None:
 
     time.time = back
     time.time_ns = lambda: int(back() * 1e9)
-    time.gmtime = lambda seconds=None: gmtime(back() if seconds is None else seconds)  # type: ignore[assignment]
-    time.localtime = lambda seconds=None: localtime(back() if seconds is None else seconds)  # type: ignore[assignment]
+    time.gmtime = lambda seconds=None: gmtime(back() if seconds is None else seconds)
+    time.localtime = lambda seconds=None: localtime(back() if seconds is None else seconds)

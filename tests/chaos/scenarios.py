@@ -55,6 +55,9 @@ class Scenario:
     """What becomes of a second process meanwhile: it is "refused"; it may come "in turn" before the first has a lock;
     or both end well ("same")."""
 
+    is_long: bool = False
+    """Takes seconds, where others take a tenth of one."""
+
     @property
     def repeat(self) -> str:
         return self.command if self.again is None else self.again
@@ -133,11 +136,11 @@ SCENARIOS = [
              whole=("model",), second="in turn"),
     Scenario(
         "report", "report run --out out", {"run": "attended"},
-        whole=("out/README.md", "out/training.png", "out/heads.png", "out/kept.png"), second="same",
+        whole=("out/README.md", "out/training.png", "out/heads.png", "out/kept.png"), second="same", is_long=True,
     ),
     Scenario(
         "report-again", "report run --out out", {"run": "attended", "out": "report-old"},
-        whole=("out/README.md", "out/training.png", "out/heads.png", "out/kept.png"), second="same",
+        whole=("out/README.md", "out/training.png", "out/heads.png", "out/kept.png"), second="same", is_long=True,
     ),
     Scenario("report-page", "report run --out page.html", {"run": "attended"}, whole=("page.html",), second="same"),
     Scenario(

@@ -101,9 +101,7 @@ def install_filter(to_supervisor: socket.socket) -> None:
     program.append((0x06, 0, 0, RET_ALLOW))
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code)
-    filter_struct = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
-    )
+    filter_struct = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer)))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
