@@ -46,6 +46,7 @@ class Reference(NamedTuple):
     before: Snapshot
     after: Snapshot
     versions: dict[str, set[str]]  # path -> contents that it had at some time
+    after_rival: Snapshot  # what there is when a rival has run too
 
 
 class Case(NamedTuple):
@@ -84,8 +85,11 @@ def observe(scenario: Scenario, templates: Path, folder: Path) -> Reference:
     for state in (before, after):
         for path, content in state.items():
             versions[path].add(content)
+    if scenario.rival is not None:
+        run(scenario.rival, folder)
+    after_rival = snapshot(folder)
     shutil.rmtree(folder)
-    return Reference(outcome, before, after, versions)
+    return Reference(outcome, before, after, versions, after_rival)
 
 
 def cases_of(scenario: Scenario, reference: Reference, kinds: Sequence[str], most: int | None = None) -> list[Case]:
@@ -101,6 +105,8 @@ def cases_of(scenario: Scenario, reference: Reference, kinds: Sequence[str], mos
         "hold": list(everywhere),
         "clock": [0, len(everywhere) // 2],
     }
+    if scenario.rival is not None:
+        kinds = [kind for kind in kinds if kind == "hold"]
     return [Case(scenario, Fault(kind, n)) for kind in kinds for n in _spread(places[kind], most)]
 
 
@@ -110,7 +116,7 @@ def judge(case: Case, reference: Reference, templates: Path, folder: Path) -> li
     lay_out(scenario, templates, folder)
     found: list[tuple[str, str]] = []
     if fault.kind == "hold":
-        outcome, second = run_both(scenario.command, folder, fault.at)
+        outcome, second = run_both(scenario.command, scenario.rival or scenario.command, folder, fault.at)
         found += _judge_two(scenario, reference, outcome, second, fault, folder)
     else:
         found += _judge_one(scenario, reference, fault, templates, folder)
@@ -183,7 +189,7 @@ def _judge_two(
         if loser.status not in (1, 2) or len(_new_lines(reference, loser)) != 1:
             found.append(("second", f"not one line: {said}"))
     if 0 in statuses:
-        found += _compare(reference.after, snapshot(folder))
+        found += _compare(reference.after if losers else reference.after_rival, snapshot(folder))
     return found
 
 

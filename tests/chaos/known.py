@@ -11,6 +11,7 @@ NO_LOCK = "training takes no lock"
 MERGE_UNLOCKED = "two merges share .unpacked, and each copies into what the other has made"
 DELETES = "--overwrite deletes the old run file by file, config.json first, and then refuses what is left"
 DAMAGED_ROWS = "a damaged row, and all that follow it, are dropped when the file is rewritten"
+LOST_ROWS = "two evaluations at once: the rows of one are lost"
 LINK = "a link in place of the folder beside the target is followed"
 
 KNOWN: dict[tuple[str, str, str], str] = {
@@ -30,6 +31,7 @@ KNOWN: dict[tuple[str, str, str], str] = {
     ("suite-*", "full", "line"): TRACEBACK,
     ("export*", "full", "line"): "a full disk under safetensors is status 2, as if it were bad input",
     ("train*", "hold", "*"): NO_LOCK,
+    ("evaluate-rival", "hold", "same"): LOST_ROWS,
     ("suite-merge*", "hold", "*"): MERGE_UNLOCKED,
     ("train-overwrite", "*", "kept"): DELETES,
     ("train-overwrite", "*", "again"): DELETES,

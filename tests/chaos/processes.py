@@ -219,13 +219,13 @@ def run(command: str, folder: Path, fault: Fault | None = None, **settings: Any)
     return Process(command, folder, fault, **settings).run()
 
 
-def run_both(command: str, folder: Path, at: int) -> tuple[Outcome, Outcome]:
+def run_both(command: str, rival: str, folder: Path, at: int) -> tuple[Outcome, Outcome]:
     """Hold a process before its n-th change, run a second one in the same folder, then let the first go on."""
     first = Process(command, folder, Fault("hold", at))
     deadline = time.monotonic() + MAX_SECONDS
     while first.held is None and first.status is None:
         first.answer_calls(1.0)
-    second = Process(command, folder)
+    second = Process(rival, folder)
     patience = time.monotonic() + PATIENCE_SECONDS
     while first.status is None or second.status is None:
         if second.status is not None or time.monotonic() > patience:

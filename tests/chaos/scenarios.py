@@ -55,6 +55,8 @@ class Scenario:
     """What becomes of a second process meanwhile: it is "refused"; it may come "in turn" before the first has a lock;
     or both end well ("same")."""
 
+    rival: str | None = None
+    """What a second process runs, if not the same; what both have done is there in the end."""
     is_long: bool = False
     """Takes seconds, where others take a tenth of one."""
 
@@ -83,6 +85,10 @@ SCENARIOS = [
         "train --config text.json --out run --resume", versions=RUN_FILES,
     ),
     Scenario("evaluate", "evaluate run", {"run": "trained"}, versions=RUN_FILES, second="same"),
+    Scenario(
+        "evaluate-rival", "evaluate run --splits iid", {"run": "trained"}, second="same",
+        rival="evaluate run --splits sparse dense",
+    ),
     Scenario(
         "evaluate-again", "evaluate run --diagnose --seed 1 --splits sparse iid", {"run": "evaluated"},
         versions=RUN_FILES, second="same",

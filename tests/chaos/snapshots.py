@@ -80,7 +80,8 @@ def _archive(content: bytes) -> bytes:
 
 
 NORMAL_FORMS: dict[str, Callable[[bytes], bytes]] = {
-    ".jsonl": _rows,
+    "metrics.jsonl": _rows,
+    ".jsonl": lambda content: json.dumps(sorted(json.loads(_rows(content)), key=json.dumps)).encode(),  # in any order
     "environment.json": _environment,
     "log.txt": lambda _: b"log",
     ".tar.gz": _archive,
