@@ -143,10 +143,11 @@ def _judge_one(
         outcome = run(scenario.repeat, folder, clock_goes_back=clock)
         found += _judge_ending(outcome)
     now = snapshot(folder)
+    if outcome.status == 2 and scenario.refusal is not None and scenario.refusal in outcome.errors:
+        return found
     is_there = outcome.status == 2 and "exists already" in outcome.errors
-    if outcome.status != 0 and not (
-        is_there and all(now.get(path) == reference.after[path] for path in reference.after)
-    ):
+    is_whole = all(now.get(path) == content for path, content in reference.after.items())
+    if outcome.status != 0 and not (is_there and is_whole):
         found.append(("again", f"status {outcome.status}: {_tail(outcome)}"))
     else:
         found += _compare(reference.after, now)

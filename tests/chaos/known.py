@@ -10,6 +10,7 @@ TRACEBACK = "a full disk is a traceback"
 NO_LOCK = "training takes no lock"
 MERGE_UNLOCKED = "two merges share .unpacked, and each copies into what the other has made"
 DELETES = "--overwrite deletes the old run file by file, config.json first, and then refuses what is left"
+ADOPTS = "after a killed --overwrite, --resume takes what is left of the old run for the new one's"
 DAMAGED_ROWS = "a damaged row, and all that follow it, are dropped when the file is rewritten"
 LOST_ROWS = "two evaluations at once: the rows of one are lost"
 LINK = "a link in place of the folder beside the target is followed"
@@ -33,7 +34,8 @@ KNOWN: dict[tuple[str, str, str], str] = {
     ("train*", "hold", "*"): NO_LOCK,
     ("evaluate-rival", "hold", "same"): LOST_ROWS,
     ("suite-merge*", "hold", "*"): MERGE_UNLOCKED,
-    ("train-overwrite", "*", "kept"): DELETES,
+    ("train-overwrite*", "*", "kept"): DELETES,
+    ("train-overwrite-resume", "*", "same"): ADOPTS,
     ("train-overwrite", "*", "again"): DELETES,
     ("*-damaged-rows", "planted", "kept"): DAMAGED_ROWS,
     ("prepare-link", "planted", "kept"): LINK,

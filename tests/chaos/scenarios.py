@@ -45,6 +45,8 @@ class Scenario:
     """What lies in the folder: its name there -> its name among the templates."""
     again: str | None = None
     """What is run after a disturbance; the command itself by default."""
+    refusal: str | None = None
+    """Words with which the repetition may be refused, with status 2."""
     whole: tuple[str, ...] = ()
     """Files and folders that are, after any disturbance, as they were before or as they will be after."""
     versions: tuple[str, ...] = ()
@@ -79,6 +81,11 @@ SCENARIOS = [
     Scenario(
         "train-overwrite", "train --config tiny.json --out run --overwrite", {"tiny.json": "tiny.json", "run": "old"},
         replaces="run", second="in turn",
+    ),
+    Scenario(
+        "train-overwrite-resume", "train --config tiny.json --out run --overwrite",
+        {"tiny.json": "tiny.json", "run": "old"}, "train --config tiny.json --out run --resume",
+        refusal="was started with another config", replaces="run", second="in turn",
     ),
     Scenario(
         "train-text", "train --config text.json --out run", {"text.json": "text.json", "corpus": "corpus"},
