@@ -1,0 +1,57 @@
+"""One sandbox for all tests of a process, and the counts at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import campaign
+from tests.fuzz.sandbox import Sandbox
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    made = Sandbox()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def export_sandbox() -> Iterator[Sandbox]:
+    """A sandbox that also holds the run and the language model as transformers loads them."""
+    made = Sandbox(with_exports=True)
+    yield made
+    made.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["FUZZ_PARTS"] = tempfile.mkdtemp(prefix="tra-fuzz-counts-")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    parts = Path(os.environ.get("FUZZ_PARTS", "."))
+    counts = campaign.merged_counts(parts) if "FUZZ_PARTS" in os.environ else {}
+    shutil.rmtree(parts, ignore_errors=True) if "FUZZ_PARTS" in os.environ else None
+    for target, found in counts.items():
+        terminalreporter.write_line(
+            f"fuzz {target}: {', '.join(f'{number:,} {name}' for name, number in found.items())}"
+        )
+    report = os.environ.get("FUZZ_REPORT")
+    if counts and report:
+        Path(report).parent.mkdir(parents=True, exist_ok=True)
+        total = sum(found["examples"] for found in counts.values())
+        facts = {"examples": total, "seed": campaign.FIRST_SEED, "targets": counts}
+        Path(report).write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "FUZZ_PARTS" in os.environ:
+        campaign.write_counts(Path(os.environ["FUZZ_PARTS"]))
