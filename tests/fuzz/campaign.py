@@ -24,6 +24,8 @@ from tests.fuzz.sandbox import Sandbox, Snapshot, snapshot, tiny_presets
 
 TOTAL = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """Examples of all targets together in a long run; 0 is a short one, the same every time."""
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))
+"""Minutes on the clock that each of two processes may take for a long run; 0 is no limit."""
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", "0"))
 SHARDS = 8
 """Parts of a long run's target, so that several processes share it."""
@@ -42,9 +44,13 @@ class Examples:
     target: str
     number: int
     start: int = 0
+    seconds: float = 0.0
+    """Time after which no more are tried; 0 is no limit."""
 
     def run(self, strategy: st.SearchStrategy[Any], test: Callable[[Any], None]) -> None:
         """Call `test` with examples of a strategy."""
+
+        begun, used = time.monotonic(), time.process_time()
 
         @seed(self.start)
         @settings(
@@ -57,9 +63,9 @@ class Examples:
         )
         @given(strategy)
         def each(example: Any) -> None:
-            test(example)
+            if not self.seconds or time.monotonic() - begun < self.seconds:
+                test(example)
 
-        begun, used = time.monotonic(), time.process_time()
         try:
             with tiny_presets():
                 each()
@@ -72,11 +78,17 @@ class Examples:
         return f"{self.number}-from-{self.start}"
 
 
-def shards(target: str, *, quick: int, slow: int, share: float) -> Any:
-    """Parametrize a test by its examples: few quick ones and more slow ones, or its share of a long run."""
+def shards(target: str, *, quick: int, slow: int, share: float, time_share: float = 0.1) -> Any:
+    """Parametrize a test by its examples: few quick ones and more slow ones, or its share of a long run.
+
+    Args:
+        share: Part of a long run's examples.
+        time_share: Part of its time, where that is limited.
+    """
     if TOTAL:
         number = max(1, round(TOTAL * share / SHARDS))
-        cases: list[Any] = [Examples(target, number, 1000 * FIRST_SEED + shard) for shard in range(SHARDS)]
+        seconds = 2 * 60 * MINUTES * time_share / SHARDS
+        cases: list[Any] = [Examples(target, number, 1000 * FIRST_SEED + shard, seconds) for shard in range(SHARDS)]
     else:
         cases = [Examples(target, quick)] if quick else []
         cases.append(pytest.param(Examples(target, slow, 1), marks=pytest.mark.slow))

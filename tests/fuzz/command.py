@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import os
 import resource
@@ -27,8 +26,8 @@ WAITING_FACTOR = 10
 """A command that waits gets this many times as long on the clock."""
 HARD_SECONDS = 6.0
 """Time after Ctrl-C at which a command counts as hanging."""
-WATCHDOG_SECONDS = 900
-"""Time after which the whole process is ended: a call into C that answers to no signal."""
+WATCHDOG_SECONDS = 120
+"""Time on the processor after which the whole process is ended: a call into C that answers to no signal."""
 EXTRA_BYTES = 2 * 2**30
 """Address space that a command may take beyond what the process has."""
 MAX_FILE_BYTES = 256 * 2**20
@@ -37,7 +36,7 @@ MAX_PROCESSES = 8
 
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF)
 
-LONG_WORK = ("tra.training.", "tra.evaluation.", "tra.generation", "tra.bench.", "tra.model")
+LONG_WORK = ("tra.training.", "tra.evaluation.", "tra.generation", "tra.bench.", "tra.model", "tra.report.")
 """Modules that may work as long as they were asked to, as long as Ctrl-C ends them."""
 
 RUNNING_FILE = Path(tempfile.gettempdir()) / f"tra-fuzz-{os.getpid()}.txt"
@@ -174,7 +173,7 @@ def _limits(outcome: Outcome, seconds: float) -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, interrupt)
     signal.signal(signal.SIGPROF, interrupt)
-    faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True, file=sys.__stderr__)
+    signal.setitimer(signal.ITIMER_VIRTUAL, WATCHDOG_SECONDS)  # its signal ends the process
     for kind, (_, hard) in limits.items():
         resource.setrlimit(kind, (spaces[kind], hard))
     _set_timers(seconds)
@@ -184,7 +183,7 @@ def _limits(outcome: Outcome, seconds: float) -> Iterator[None]:
         _set_timers(0.0)
         for kind, limit in limits.items():
             resource.setrlimit(kind, limit)
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         for number, handler in kept.items():
             signal.signal(number, handler)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import campaign
+from tests.fuzz.command import RUNNING_FILE
 from tests.fuzz.sandbox import Sandbox
 
 
@@ -28,6 +29,12 @@ def export_sandbox() -> Iterator[Sandbox]:
     made = Sandbox(with_exports=True)
     yield made
     made.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put a long run's shards in turn, so that one that is cut short has tried something of everything."""
+    if campaign.TOTAL:
+        items.sort(key=lambda item: str(getattr(item, "callspec", None) and item.callspec.id).rpartition("-")[2])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,5 +60,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    RUNNING_FILE.unlink(missing_ok=True)
     if "FUZZ_PARTS" in os.environ:
         campaign.write_counts(Path(os.environ["FUZZ_PARTS"]))

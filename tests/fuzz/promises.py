@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import importlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -38,6 +39,8 @@ def check(outcome: Outcome, before: Snapshot, after: Snapshot, intact: frozenset
         broken += _check_speech(outcome, verb)
     if before != after:
         broken += _check_files(outcome, verb, before, after, intact)
+    if verb == "train" and outcome.status == 0:
+        broken += _check_training(outcome, before, after)
     return list(dict.fromkeys(broken))
 
 
@@ -73,6 +76,28 @@ def _check_files(outcome: Outcome, verb: str, before: Snapshot, after: Snapshot,
         elif old is not None and not may_replace and not _may_change(path, old, new, before, after, intact):
             broken.append(f"Lost {re.sub(r'[0-9]+', 'N', name)} by tra {verb}")
     return broken
+
+
+def _check_training(outcome: Outcome, before: Snapshot, after: Snapshot) -> list[str]:
+    """A run that is said to be done has weights that can be read, and losses that are numbers."""
+    import safetensors.torch
+
+    broken = []
+    for output in _outputs(outcome.arguments, before):
+        rows = [row for row in _lines(_bytes(after.get(f"{output}/metrics.jsonl"))) if isinstance(row, dict)]
+        if rows and isinstance(rows[-1].get("loss"), float) and not math.isfinite(rows[-1]["loss"]):
+            broken.append("Status 0 of tra train with a loss that is not finite")
+        weights = after.get(f"{output}/model.safetensors")
+        if isinstance(weights, bytes):
+            try:
+                safetensors.torch.load(weights)
+            except Exception:
+                broken.append("Status 0 of tra train with damaged weights")
+    return broken
+
+
+def _bytes(content: bytes | str | None) -> bytes:
+    return content if isinstance(content, bytes) else b""
 
 
 def _is_inside(path: str, outputs: Iterable[str], is_folder: bool) -> bool:

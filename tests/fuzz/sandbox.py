@@ -152,6 +152,7 @@ def _make(root: Path) -> None:
         tra("prepare", "a.txt", "b.jsonl", "stores", "--tokenizer", "bytes", "--hold-out", "1")
         text = ("train", "--preset", "text-demo", "task.arguments.window=8", "task.arguments.data=stores")
         tra(*text, "--out", "text", "--device", "cpu")
+        tra("train", "--preset", "text-demo", "--out", "alice", "--device", "cpu")
         tra("evaluate", "text", "--windows", "8", "16", "--device", "cpu")
         tra(*small, "--out", "run")
         tra(*small, "--out", "other", "model.mechanism=rope", "model.d_model=16", "train.steps=3")
@@ -159,6 +160,7 @@ def _make(root: Path) -> None:
             tra("evaluate", name, "--diagnose", "--json", "--splits", "iid", "4x")
         tra("attend", "run", "--out", "attend.svg")
         tra("suite", "run", "suite.py:mine", "--out", "cells", "--pack", "cells.tar.gz", "--device", "cpu")
+    shutil.copyfile(place / "text/perplexity.jsonl", place / "alice/perplexity.jsonl")
     shutil.copytree(place / "run", place / "part")
     for name in ("model.safetensors", "eval.jsonl", "diagnose.jsonl", "attend.npz"):
         (place / "part" / name).unlink()

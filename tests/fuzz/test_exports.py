@@ -17,6 +17,7 @@ MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "to
                "README.md", "modeling_tra.py")  # fmt: skip
 RUN_FILES = ("run/config.json", "run/model.safetensors", "run/eval.jsonl", "run/environment.json", "text/config.json",
              "text/model.safetensors", "text/perplexity.jsonl", "run/metrics.jsonl")  # fmt: skip
+TEMPORARY = (".model.exporting", ".language.exporting", ".new.exporting")
 COMMANDS = (
     ("export", "run", "new"),
     ("export", "text", "new"),
@@ -28,9 +29,9 @@ COMMANDS = (
 Example = tuple[list[Tamper], tuple[str, ...]]
 
 
-@shards("exports", quick=0, slow=60, share=0.012)
+@shards("exports", quick=0, slow=60, share=0.012, time_share=0.04)
 def test_exports(examples: Examples, export_sandbox: Sandbox) -> None:
-    files = (*RUN_FILES, *RUN_FILES, *(f"model/{name}" for name in MODEL_FILES), "model", "language")
+    files = (*RUN_FILES, *RUN_FILES, *(f"model/{name}" for name in MODEL_FILES), "model", "language", *TEMPORARY)
     damaged = st.tuples(st.lists(tampers(files), min_size=1, max_size=2), st.sampled_from(COMMANDS))
 
     def attack(example: Example) -> None:
@@ -41,7 +42,7 @@ def test_exports(examples: Examples, export_sandbox: Sandbox) -> None:
     examples.run(damaged, attack)
 
 
-@shards("exports loaded", quick=0, slow=40, share=0.008)
+@shards("exports loaded", quick=0, slow=40, share=0.008, time_share=0.04)
 def test_loading_exports(examples: Examples, export_sandbox: Sandbox) -> None:
     """What transformers itself says of a damaged folder is its own; what our classes raise is a ValueError."""
     files = tuple(f"{model}/{name}" for model in ("model", "language") for name in MODEL_FILES[:5])

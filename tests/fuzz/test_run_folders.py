@@ -65,7 +65,7 @@ def damaged_runs() -> st.SearchStrategy[Example]:
     return st.sampled_from(("run", "run", "part", "text")).flatmap(of_run)
 
 
-@shards("run folders", quick=60, slow=300, share=0.1)
+@shards("run folders", quick=60, slow=300, share=0.1, time_share=0.2)
 def test_run_folders(examples: Examples, sandbox: Sandbox) -> None:
     def attack(example: Example) -> None:
         damage, arguments = example
@@ -75,14 +75,14 @@ def test_run_folders(examples: Examples, sandbox: Sandbox) -> None:
     examples.run(damaged_runs(), attack)
 
 
-@shards("suite folders", quick=0, slow=100, share=0.04)
+@shards("suite folders", quick=0, slow=100, share=0.04, time_share=0.08)
 def test_suite_folders(examples: Examples, sandbox: Sandbox) -> None:
     cells = sorted(
         path.name for path in (sandbox.template / "place/cells").iterdir() if (path / "config.json").is_file()
     )
     names = ("config.json", "environment.json", "metrics.jsonl", "eval.jsonl", "diagnose.jsonl", "model.safetensors",
              "failed.json", "lock", "log.txt", "checkpoints")  # fmt: skip
-    files = tuple(f"cells/{cell}/{name}" for cell in cells[:2] for name in names)
+    files = (*(f"cells/{cell}/{name}" for cell in cells[:2] for name in names), "cells/.unpacked", "merged")
     damaged = st.tuples(st.lists(tampers(files), min_size=1, max_size=2), st.sampled_from(CELL_COMMANDS))
 
     def attack(example: Example) -> None:

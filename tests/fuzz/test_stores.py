@@ -10,6 +10,7 @@ from tests.fuzz.tampering import Tamper, tampers
 
 FILES = tuple(f"{store}/{file}" for store in ("store", "stores/train", "stores/valid")
               for file in ("manifest.json", "tokens.bin", "documents.npy"))  # fmt: skip
+TEMPORARY = (".store.preparing", ".stores.preparing", ".new.preparing")
 SOURCES = ("a.txt", "b.jsonl", "store", "stores/train", "stores/valid")
 TRAIN = ("train", "--preset", "text-demo", "task.arguments.window=8", "--out", "new")
 COMMANDS = (
@@ -29,10 +30,10 @@ COMMANDS = (
 Example = tuple[list[Tamper], tuple[str, ...]]
 
 
-@shards("stores", quick=40, slow=200, share=0.04)
+@shards("stores", quick=40, slow=200, share=0.04, time_share=0.08)
 def test_stores(examples: Examples, sandbox: Sandbox) -> None:
     damaged = st.tuples(
-        st.lists(tampers((*FILES, *FILES, *SOURCES)), min_size=1, max_size=2), st.sampled_from(COMMANDS)
+        st.lists(tampers((*FILES, *FILES, *SOURCES, *TEMPORARY)), min_size=1, max_size=2), st.sampled_from(COMMANDS)
     )
 
     def attack(example: Example) -> None:

@@ -14,7 +14,7 @@ TEXTS = ("", " ", "-", "--", "=", "a=b", "null", "ü", "\N{PILE OF POO}", "a\nb"
          "\udcff", "x" * 300, "../..", "NaN", "tra", "rope", "iid", "train", "0", "1e999", "[]", "{}",
          "[" * 3000, "9" * 400, "1" + "0" * 5000)  # fmt: skip
 
-FOLDERS = ("run", "other", "part", "text", "cells", "link", "new", "new/deeper/still")
+FOLDERS = ("run", "other", "part", "text", "alice", "cells", "link", "new", "new/deeper/still")
 PATHS = (
     *FOLDERS, "store", "stores", "stores/train", "model", "flipflop-tra", "empty", "with space", "ünïcode", "dangling",
     "a.txt", "b.jsonl", "bad.json", "config.json", "cells.tar.gz", "suite.py", "notes.md", "attend.svg",
