@@ -73,6 +73,8 @@ class Examples:
             counts = COUNTS.setdefault(self.target, Counter())
             counts["seconds"] += round(time.monotonic() - begun)
             counts["seconds of processor"] += round(time.process_time() - used)
+            if "FUZZ_PARTS" in os.environ:
+                write_counts(Path(os.environ["FUZZ_PARTS"]))
 
     def __str__(self) -> str:
         return f"{self.number}-from-{self.start}"

@@ -23,7 +23,7 @@ ROW_KEYS = {
     "diagnose.jsonl": ("split", "text", "window"),
     "perplexity.jsonl": ("text", "window", "overlap"),
 }
-TEMPORARY = re.compile(r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|\.unpacked|unpacked)$")
+TEMPORARY = re.compile(r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|unpacked)$")
 
 
 def check(outcome: Outcome, before: Snapshot, after: Snapshot, intact: frozenset[bytes] = frozenset()) -> list[str]:
@@ -68,11 +68,14 @@ def _check_files(outcome: Outcome, verb: str, before: Snapshot, after: Snapshot,
         if old == new:
             continue
         name = Path(path).name
-        if old is None and TEMPORARY.search(path):
-            broken.append(f"Leftover {re.sub(r'[0-9]+|[^.]*[/]', '', name)[:30]} of tra {verb}")
+        if old is None and (temporary := TEMPORARY.search(path)):
+            broken.append(f"Leftover {temporary[2]} of tra {verb}")
+        elif new is None and any(TEMPORARY.search(part) for part in Path(path).parts):
+            continue  # left by an earlier command, and removed as it should be
         elif not _is_inside(path, outputs, is_folder=new == "folder"):
             if not any(path.startswith(f"{seen}/") for seen in before if before[seen] != after.get(seen)):
-                broken.append(f"Outside: {'new file' if old is None else name} by tra {verb}")
+                done = "new file" if old is None else f"{'deleted' if new is None else 'changed'} {name}"
+                broken.append(f"Outside: {done} by tra {verb}")
         elif old is not None and not may_replace and not _may_change(path, old, new, before, after, intact):
             broken.append(f"Lost {re.sub(r'[0-9]+', 'N', name)} by tra {verb}")
     return broken

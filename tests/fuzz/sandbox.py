@@ -129,6 +129,8 @@ def _make(root: Path) -> None:
     place, beside = root / "place", root / "beside"
     place.mkdir(parents=True)
     beside.mkdir()
+    (root / "apart" / "folder").mkdir(parents=True)
+    (root / "apart" / "folder" / "kept.txt").write_text("not to be touched\n")
     (beside / "sentinel.txt").write_text("not to be touched\n")
     (root / "sentinel.txt").write_text("nor this\n")
     (place / "a.txt").write_text("It was the best of times, it was the worst of times. " * 8)

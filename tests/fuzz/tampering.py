@@ -89,7 +89,7 @@ def _folder(path: Path, tamper: Tamper) -> None:
 
 
 def _link(path: Path, tamper: Tamper) -> None:
-    beside = ("../beside", "../../beside/run", "../../beside/sentinel.txt", "../../beside/run/" + path.name)
+    beside = ("../apart", "../../beside/run", "../../beside/sentinel.txt", "../../beside/run/" + path.name)
     target = ("nowhere", path.name, "/dev/null", "../other/" + path.name, *beside)[tamper.where % 8]
     _remove(path)
     path.symlink_to(target)
