@@ -16,7 +16,7 @@ COMMANDS = (
 )
 
 
-@shards("archives", quick=20, slow=100, share=0.012, time_share=0.04)
+@shards("archives", quick=10, slow=50, share=0.012, time_share=0.04)
 def test_archives(examples: Examples, sandbox: Sandbox) -> None:
     def attack(example: tuple[Archive, tuple[str, ...]]) -> None:
         archive, arguments = example

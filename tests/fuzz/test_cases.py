@@ -10,6 +10,7 @@ from tests.fuzz.archives import Archive, Member
 from tests.fuzz.campaign import examine
 from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.tampering import Tamper
+from tests.slow import slow
 
 DEMO = "train --preset demo --device cpu --out new"
 RUN = Member("cell/config.json", "file", "", 0)
@@ -159,6 +160,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMAND_LINES, ids=lambda line: line[:60])
 def test_command_line(line: str, sandbox: Sandbox) -> None:
     examine("cases", sandbox, shlex.split(line))
@@ -172,7 +174,7 @@ def test_damaged_folder(damage: tuple[Tamper, ...], line: str, sandbox: Sandbox)
 
 
 @pytest.mark.parametrize("members", HOSTILE, ids=lambda members: "-".join(member.kind for member in members))
-@pytest.mark.parametrize("end", ["whole", "truncated"])
+@pytest.mark.parametrize("end", ["whole", *slow("truncated")])
 def test_hostile_archive(members: tuple[Member, ...], end: str, sandbox: Sandbox) -> None:
     archive = Archive("hostile.tar.gz", members, end)
     line = ("suite", "merge", "hostile.tar.gz", "--out", "merged")

@@ -11,12 +11,12 @@ from tests.fuzz.sandbox import Sandbox
 from tests.fuzz.tampering import Tamper, tampers
 
 
-@shards("command lines", quick=60, slow=400, share=0.52, time_share=0.33)
+@shards("command lines", quick=40, slow=200, share=0.52, time_share=0.33)
 def test_command_lines(examples: Examples, sandbox: Sandbox) -> None:
     examples.run(command_lines(), lambda line: examine("command lines", sandbox, line))
 
 
-@shards("overrides", quick=60, slow=300, share=0.14, time_share=0.07)
+@shards("overrides", quick=25, slow=120, share=0.14, time_share=0.07)
 def test_overrides(examples: Examples, sandbox: Sandbox) -> None:
     def train(changes: list[str]) -> None:
         examine("overrides", sandbox, ("train", "--preset", "demo", "--out", "new", *changes))
@@ -24,7 +24,7 @@ def test_overrides(examples: Examples, sandbox: Sandbox) -> None:
     examples.run(st.lists(overrides(), min_size=1, max_size=3), train)
 
 
-@shards("config files", quick=60, slow=300, share=0.14, time_share=0.07)
+@shards("config files", quick=25, slow=120, share=0.14, time_share=0.07)
 def test_config_files(examples: Examples, sandbox: Sandbox) -> None:
     def train(damage: list[Tamper]) -> None:
         examine(

@@ -29,7 +29,7 @@ COMMANDS = (
 Example = tuple[list[Tamper], tuple[str, ...]]
 
 
-@shards("exports", quick=0, slow=60, share=0.012, time_share=0.04)
+@shards("exports", quick=0, slow=30, share=0.012, time_share=0.04)
 def test_exports(examples: Examples, export_sandbox: Sandbox) -> None:
     files = (*RUN_FILES, *RUN_FILES, *(f"model/{name}" for name in MODEL_FILES), "model", "language", *TEMPORARY)
     damaged = st.tuples(st.lists(tampers(files), min_size=1, max_size=2), st.sampled_from(COMMANDS))
@@ -42,7 +42,7 @@ def test_exports(examples: Examples, export_sandbox: Sandbox) -> None:
     examples.run(damaged, attack)
 
 
-@shards("exports loaded", quick=0, slow=40, share=0.008, time_share=0.04)
+@shards("exports loaded", quick=0, slow=20, share=0.008, time_share=0.04)
 def test_loading_exports(examples: Examples, export_sandbox: Sandbox) -> None:
     """What transformers itself says of a damaged folder is its own; what our classes raise is a ValueError."""
     files = tuple(f"{model}/{name}" for model in ("model", "language") for name in MODEL_FILES[:5])

@@ -65,7 +65,7 @@ def damaged_runs() -> st.SearchStrategy[Example]:
     return st.sampled_from(("run", "run", "part", "text")).flatmap(of_run)
 
 
-@shards("run folders", quick=60, slow=300, share=0.1, time_share=0.2)
+@shards("run folders", quick=25, slow=150, share=0.1, time_share=0.2)
 def test_run_folders(examples: Examples, sandbox: Sandbox) -> None:
     def attack(example: Example) -> None:
         damage, arguments = example
@@ -75,7 +75,7 @@ def test_run_folders(examples: Examples, sandbox: Sandbox) -> None:
     examples.run(damaged_runs(), attack)
 
 
-@shards("suite folders", quick=0, slow=100, share=0.04, time_share=0.08)
+@shards("suite folders", quick=0, slow=50, share=0.04, time_share=0.08)
 def test_suite_folders(examples: Examples, sandbox: Sandbox) -> None:
     cells = sorted(
         path.name for path in (sandbox.template / "place/cells").iterdir() if (path / "config.json").is_file()

@@ -30,7 +30,7 @@ COMMANDS = (
 Example = tuple[list[Tamper], tuple[str, ...]]
 
 
-@shards("stores", quick=40, slow=200, share=0.04, time_share=0.08)
+@shards("stores", quick=20, slow=100, share=0.04, time_share=0.08)
 def test_stores(examples: Examples, sandbox: Sandbox) -> None:
     damaged = st.tuples(
         st.lists(tampers((*FILES, *FILES, *SOURCES, *TEMPORARY)), min_size=1, max_size=2), st.sampled_from(COMMANDS)
