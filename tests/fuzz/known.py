@@ -41,6 +41,7 @@ KNOWN: frozenset[str] = frozenset(
         "Lost eval.jsonl by tra evaluate",
         "Lost metrics.jsonl by tra train",
         "Lost perplexity.jsonl by tra evaluate",
+        "MemoryError tra.attention.shared.base:__init__",
         "MemoryError tra.tasks._base:<genexpr>",
         "NameError tra.cli.display:diagnosis_table",
         "NotADirectoryError tra.runs.folder:start",
