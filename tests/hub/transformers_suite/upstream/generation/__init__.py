@@ -1,0 +1,1 @@
+"""Parts of the mixins that the source distribution of transformers leaves out."""
