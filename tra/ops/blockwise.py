@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tra.ops.block_layout import Layout, RowBlock, Walk, query_block_size
 from tra.ops.dropout import keep_weights
+from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import compute_dtype, without_autocast
 from tra.ops.options import AttentionOptions
 from tra.ops.stop_bound import RemainingScores, euclidean_norms, log_remaining_weight
@@ -35,6 +36,7 @@ def blockwise_attention(
     seed: Tensor | None,
 ) -> Tensor:
     """Return the reference's result up to rounding and `tolerance`, without ever holding a Tq × Tk tensor."""
+    refuse_forward_mode("impl='blockwise'")
     first, last, key_mask = visible
     if key_mask is not None:
         key, value, first, last = without_padding(key, value, first, last, key_mask)

@@ -93,8 +93,8 @@ def query_gradient_kernel(
     """Repeat the forward's walk for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
     Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
-    n_rows]`, slope · (keys kept right of a key block) - REF, or that number less one if ONLINE; WALK_ENDS `[B H, row blocks, 2]`, the oldest and newest
-    key block read. The key blocks of that kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of
+    n_rows]`, slope · (keys kept right of a key block) - REF, or their number less one if ONLINE; WALK_ENDS `[B H, row
+    blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of
     queries before their norm, which multiplied rows by NORM_FACTOR, and of gates before log σ.
     """
     blocks = n_rows // BM
@@ -172,8 +172,8 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_block(
-    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total, p_slope_inner, p_offsets,
-    i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
+    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total, p_slope_inner,
+    p_offsets, i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
     THREADS: tl.constexpr, PRECISION: tl.constexpr,
@@ -312,8 +312,8 @@ def key_gradient_kernel(
                     i_m = i_next * ROW_RATIO + index % ROW_RATIO
                     i_next = tl.load(p_row_blocks + tl.minimum(index + 1, end - 1) // ROW_RATIO)
                 b_dk, b_dv = _key_gradient_block(
-                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total, p_slope_inner,
-                    p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
+                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total,
+                    p_slope_inner, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
                     score_scale, raw_threshold, drop_below, drop_scale,
                     D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, FLOAT32, DROPOUT, THREADS, PRECISION,
                 )  # fmt: skip

@@ -100,8 +100,7 @@ def slopes(p_forget, m_m, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, STEEPEST:
     if not FLOAT32:
         b_slope *= LOG2_E
     LIMIT: tl.constexpr = 1e30 if ONLINE else STEEPEST
-    b_slope = tl.where(b_slope < -LIMIT, -LIMIT, b_slope)  # a maximum would hide a NaN
-    return b_slope
+    return tl.where(b_slope < -LIMIT, -LIMIT, b_slope)  # a maximum would hide a NaN
 
 
 @triton.jit
