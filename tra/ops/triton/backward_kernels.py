@@ -94,8 +94,9 @@ def query_gradient_kernel(
 
     Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
     n_rows]`, slope · (keys kept right of a key block) - REF, or their number less one if ONLINE; WALK_ENDS `[B H, row
-    blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of
-    queries before their norm, which multiplied rows by NORM_FACTOR, and of gates before log σ.
+    blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long.
+    BEFORE_NORM: gradients are those of queries before their norm, which multiplied rows by NORM_FACTOR, and of gates
+    before log σ.
     """
     blocks = n_rows // BM
     i_bh, i_m = head_and_block(blocks, heads_sorted)
@@ -173,7 +174,8 @@ def query_gradient_kernel(
 @triton.jit
 def _key_gradient_block(
     b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total, p_slope_inner,
-    p_offsets, i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
+    p_offsets, i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below,
+    drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
     THREADS: tl.constexpr, PRECISION: tl.constexpr,
