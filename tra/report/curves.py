@@ -66,7 +66,7 @@ class Split(NamedTuple):
 
 def exact_match(runs: Runs, split: str) -> Level | None:
     """Return the share of sequences without an error, a mean over seeds."""
-    rows = [row for run in runs for row in _newest(run.evaluation, split)]
+    rows = [row for run in runs for row in newest(run.evaluation, split)]
     if len(rows) == 1:
         form = f".{exact_digits(rows[0].get('examples', 0))}f"
         return Level(rows[0]["exact"], rows[0]["low"], rows[0]["high"], 1, form)
@@ -86,7 +86,7 @@ def perplexity(runs: Runs, text: str, overlap: str, window: int) -> Level | None
 
 def diagnosis(measure: str, runs: Runs, split: str, layer: int | None = None) -> Level | None:
     """Return a measure of diagnose.jsonl, a mean over layers (or of one layer), heads and seeds."""
-    rows = [row for run in runs for row in _newest(run.diagnosis, split)]
+    rows = [row for run in runs for row in newest(run.diagnosis, split)]
     means = [_mean_over_heads(row.get(measure), layer) for row in rows]
     return _level([mean for mean in means if mean is not None], ",.0f" if measure == "reach" else ".3f")
 
@@ -193,7 +193,7 @@ def _level(values: Sequence[float], form: str, geometric: bool = False) -> Level
     return Level(mean, min(values), max(values), len(values), form)
 
 
-def _newest(rows: Sequence[Row], split: str) -> list[Row]:
+def newest(rows: Sequence[Row], split: str) -> list[Row]:
     """Return the last row of a test set, if there is one."""
     return [row for row in rows if row["split"] == split][-1:]
 

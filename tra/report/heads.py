@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
-from tra.report.curves import Curve, curve_by_length, diagnosis, first_of_length, splits_of
+from tra.report.curves import Curve, curve_by_length, diagnosis, first_of_length, newest, splits_of
 from tra.report.names import name_of
 from tra.report.runs import EvaluatedRun, by_mechanism
 from tra.report.style import draw_curve, length_ticks, save, styled
@@ -38,7 +38,7 @@ def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
                 if not run.diagnosis:
                     continue
                 name, length, _ = first_of_length(splits_of([run], diagnosed=True))[-1]
-                row = next(row for row in reversed(run.diagnosis) if row["split"] == name)
+                (row,) = newest(run.diagnosis, name)
                 for layer, heads in enumerate(row.get(measure) or []):
                     layers.append(f"{layer}" if len(group) == 1 else f"{run.seed}.{layer}")
                     values.append([np.nan if value is None else value for value in heads])

@@ -17,8 +17,6 @@ from PIL import Image
 from tra.report.curves import Curve
 from tra.report.names import COLOURS, NAMES, name_of
 
-__all__ = ["COLOURS", "NAMES", "SETTINGS", "save"]
-
 SETTINGS: Any = {
     "figure.dpi": 150,
     "font.size": 10,
