@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from tra.report.names import name_of
-from tra.report.style import bar_hatch, colour_of, save, styled
+from tra.report.style import bar_hatch, colour_of, panels
 
 
 def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
@@ -21,13 +20,17 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
     shown = next(iter(results.values()))
     lengths = [row["longest"] for row in shown]
     width = 0.8 / len(results)
-    with styled():
-        figure, axes = plt.subplots(figsize=(1.2 * len(shown) + 1.5, 3.2))
+    with panels(path, 1, 1, (1.2 * len(shown) + 1.5, 3.2)) as ((axes,),):
         for number, (mechanism, rows) in enumerate(results.items()):
             places = [index + (number - (len(results) - 1) / 2) * width for index in range(len(rows))]
             heights = [row["exact"] for row in rows]
             errors = np.maximum(0, [[row["exact"] - row["low"], row["high"] - row["exact"]] for row in rows]).T
-            look: Any = {"color": colour_of(mechanism), "hatch": bar_hatch(mechanism), "edgecolor": "white", "linewidth": 0}
+            look: Any = {
+                "color": colour_of(mechanism),
+                "hatch": bar_hatch(mechanism),
+                "edgecolor": "white",
+                "linewidth": 0,
+            }
             axes.bar(places, heights, width * 0.95, label=name_of(mechanism), **look)
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
@@ -43,4 +46,3 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
             axes.text(longer - 0.45, 1.1, "longer than trained →", fontsize=8, va="bottom")
         axes.set_title(title, fontsize=10, loc="left", pad=28)
         axes.legend(ncols=len(results), loc="lower left", bbox_to_anchor=(0.0, 1.02))
-        save(figure, path)
