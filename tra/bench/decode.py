@@ -119,11 +119,7 @@ def make_inputs(
 
 @torch.no_grad()
 def check(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16, context: int = 5000) -> Times:
-    """Return the errors of the output, over what the rule of `judge.py` allows.
-
-    Raises:
-        RuntimeError: If one breaks it.
-    """
+    """Return the errors of the output, over what the rule of `judge.py` allows; see `require`."""
     draws = torch.Generator(device).manual_seed(shape.width)
 
     def grid(heads: int, length: int) -> Tensor:

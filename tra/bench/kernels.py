@@ -26,11 +26,7 @@ MODES = ("forward", "forward and backward")
 
 
 def check(width: int, device: torch.device) -> dict[str, float]:
-    """Return the errors of output and gradients, over what the rule of `judge.py` allows.
-
-    Raises:
-        RuntimeError: If one breaks it.
-    """
+    """Return the errors of output and gradients, over what the rule of `judge.py` allows; see `require`."""
     draws = torch.Generator(device).manual_seed(width)
 
     def grid() -> Tensor:

@@ -60,8 +60,7 @@ def losses_by_position(runs: Sequence[EvaluatedRun], text: str) -> dict[str, Pos
 def language_text(runs: Sequence[EvaluatedRun], notes: str = "", rates: Path | None = None) -> str:
     """Return Markdown: notes, a table per text and overlap, ratios to TRA, loss by position, TRA's heads, and the runs.
 
-    Args:
-        rates: An archive of the runs of `language-rates`, which gets a table.
+    `rates` is an archive of the runs of `language-rates`, which get a table.
     """
     config = runs[0].config
     model = config["model"]
@@ -136,10 +135,11 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
         return []
     lines = ["", "## Perplexity over that of TRA", ""]
     lines += ["Paired by document, with 95 % intervals; above 1 TRA is better."]
+    others = [run for group in by_mechanism(runs).values() for run in group if run.mechanism != "tra"]
     for text in _texts(runs):
         windows = windows_of([tra], text, "none")
         rows = []
-        for run in (run for group in by_mechanism(runs).values() for run in group if run.mechanism != "tra"):
+        for run in others:
             ratios = [ratio_of(run, window, tra, window, text) for window in windows]
             if any(ratios):
                 rows.append([name_of(run.mechanism), *(ratio.text if ratio else "" for ratio in ratios)])
