@@ -51,9 +51,8 @@ def losses_by_position(runs: Sequence[EvaluatedRun], text: str) -> dict[str, Pos
     found: dict[str, Positions] = {}
     for mechanism, group in by_mechanism(runs).items():
         for run in group:
-            for row in perplexity_rows(run, text, "none"):
-                if row["window"] == POSITIONS_WINDOW:
-                    found.setdefault(mechanism, row["by_position"])
+            for row in perplexity_rows(run, text, "none", POSITIONS_WINDOW):
+                found.setdefault(mechanism, row["by_position"])
     return found
 
 
