@@ -77,6 +77,7 @@ class TRAConfig(PreTrainedConfig):
             raise ValueError(
                 f"the config has format {self.tra_format!r}, this tra reads up to {FORMAT}: update tra to use it"
             )
+        kwargs.pop("weights_sha256", None)  # digests of files, which former versions wrote
         super().__post_init__(**kwargs)
         decoder = self.to_decoder()
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads

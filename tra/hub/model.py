@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +19,6 @@ from tra.attention import Mechanism
 from tra.hub._cache import adapt, real_keys
 from tra.hub.config import TRAConfig
 from tra.model import RENAMED_PARAMETERS, Decoder, check_tokens, run_layers
-from tra.runs import write_atomically
 
 MAX_MAP_TOKENS = 4096
 """Largest number of tokens for which attention maps, `[B, H, T, T]` per layer, are returned."""
@@ -31,8 +28,6 @@ IGNORED_ARGUMENTS = {"cache_position", "token_type_ids", "tokenizer"}
 """Arguments that `generate` and tokenizers pass to any model; this one doesn't use them."""
 HUB_RENAMED_PARAMETERS = {r"\bdecoder\.": ""} | RENAMED_PARAMETERS
 """Former names of parameters and their names now, see `tra.model.RENAMED_PARAMETERS`."""
-DIGESTS_KEY = "weights_sha256"
-"""Key of config.json: digests of the weights' files in the same folder."""
 
 
 class TRAPreTrainedModel(PreTrainedModel):
@@ -63,26 +58,17 @@ class TRAPreTrainedModel(PreTrainedModel):
             raise ValueError("weights are read from safetensors alone, so use_safetensors can't be False")
         key_mapping = HUB_RENAMED_PARAMETERS | (kwargs.pop("key_mapping", None) or {})
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
-            _check_weights(Path(pretrained_model_name_or_path) / kwargs.get("subfolder", ""))
+            _refuse_pickles(Path(pretrained_model_name_or_path) / kwargs.get("subfolder", ""))
         try:
-            loaded = super().from_pretrained(
+            return super().from_pretrained(
                 pretrained_model_name_or_path, *args, use_safetensors=True, key_mapping=key_mapping, **kwargs
             )
         except SafetensorError as error:
             raise ValueError(f"the weights in {pretrained_model_name_or_path} can't be read: {error}") from None
-        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
-        vars(model.config).pop(DIGESTS_KEY, None)  # digests are of the files, not of the model
-        return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """See transformers. config.json also holds digests of the weights, so that loading detects damage."""
-        kwargs.setdefault("save_original_format", False)  # which would bring back former names of parameters
-        super().save_pretrained(save_directory, *args, **kwargs)
-        folder, file = Path(save_directory), Path(save_directory) / "config.json"
-        if file.is_file():
-            digests = {path.name: _digest(path) for path in sorted(folder.glob("model*.safetensors"))}
-            written = json.loads(file.read_text()) | {DIGESTS_KEY: digests}
-            write_atomically(file, json.dumps(written, indent=2, sort_keys=True) + "\n")
+        """See transformers. Parameters are saved under their names now, also if they were loaded from former ones."""
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False} | kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -303,26 +289,9 @@ def _check_others(kwargs: dict[str, Any]) -> None:
         raise ValueError(f"unexpected arguments: {', '.join(others)}")
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _check_weights(folder: Path) -> None:
-    """Raise a ValueError if a folder has no weights, only pickles, or other weights than were saved."""
-    if not folder.is_dir():
-        return
-    if any(folder.glob("model*.safetensors")):
-        try:
-            digests = json.loads((folder / "config.json").read_text()).get(DIGESTS_KEY) or {}
-        except (OSError, ValueError, AttributeError):
-            return  # transformers raises an error for it
-        for name, digest in digests.items():
-            file = folder / name
-            if file.is_file() and _digest(file) != digest:
-                raise ValueError(
-                    f"{file} is damaged or exchanged: its contents don't match {DIGESTS_KEY} in config.json"
-                )
+def _refuse_pickles(folder: Path) -> None:
+    """Raise a ValueError if a folder has no weights in safetensors, but pickles, or none at all."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for ending in ("bin", "pt", "pth", "pkl") for path in folder.glob(f"*.{ending}"))
     if pickles:
