@@ -53,8 +53,11 @@ class LongShortTermMemory(Mechanism):
         key_mask: Tensor | None = None,
         cache: LayerCache | None = None,
         document_ids: Tensor | None = None,
+        with_map: bool = False,
     ) -> Tensor:
         """`[B, T, d_model]` -> the same. The cache holds the state; padding doesn't change it."""
+        if with_map:
+            raise ValueError("LongShortTermMemory has no attention map")
         if document_ids is not None:
             raise ValueError("lstm reads one document per row: document_ids are for attention")
         past = 0 if cache is None else cache.length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import sys
 import typing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,9 @@ AUTO_MAP = {
     "AutoConfig": "modeling_tra.TRAConfig",
     "AutoModel": "modeling_tra.TRAModel",
     "AutoModelForCausalLM": "modeling_tra.TRAForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_tra.TRAForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_tra.TRAForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_tra.TRAForQuestionAnswering",
 }
 
 HUB_NAMES = {
@@ -34,6 +38,26 @@ HUB_NAMES = {
     "n_kv_heads": "num_key_value_heads",
 }
 """Fields of `DecoderConfig` that have another name in transformers."""
+
+SPLIT_BY_HEAD = {
+    "tra", "rope", "nope", "sinusoidal", "forgetting", "stickbreaking", "entmax", "tra-distance-only",
+    "tra-plain-distance",
+}  # fmt: skip
+"""Mechanisms whose heads can be spread over processes: no head reads another, and only projections and the gate have
+parameters or constants per head."""
+
+
+def tensor_parallel_plan(mechanism: str) -> dict[str, str] | None:
+    """Return how transformers splits the matrices of a base model over processes, None if it can't."""
+    if mechanism not in SPLIT_BY_HEAD:
+        return None
+    kind: Any = MECHANISMS[mechanism]
+    inward = ["q_proj", "k_proj", "v_proj", *(["gate.linear"] if "gate_bias" in kind.config_fields else [])]
+    return {f"layers.*.self_attn.{name}": "colwise" for name in inward} | {
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.up_proj": "packed_colwise",  # its two halves are split alike
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
 
 class TRAConfig(PreTrainedConfig):
@@ -81,6 +105,7 @@ class TRAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         decoder = self.to_decoder()
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
+        self.base_model_tp_plan = tensor_parallel_plan(decoder.mechanism)
         self.use_cache = self.use_cache and not MECHANISMS[decoder.mechanism].caches_more
 
     def to_decoder(self) -> DecoderConfig:
@@ -102,6 +127,7 @@ class TRAConfig(PreTrainedConfig):
         return cls(**values | {"fuse_projections": False} | options)
 
     def to_dict(self) -> dict[str, Any]:
+        _register_with_peft()
         return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -114,3 +140,16 @@ class TRAConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: a saved folder points to this package and holds no copy of its code."""
+
+
+def _register_with_peft() -> None:
+    """Add default targets for adapters to PEFT's tables, which it looks up by `model_type`.
+
+    A model may be built before PEFT is imported, and importing it takes seconds. PEFT calls `to_dict` of the config
+    right before it reads the tables.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in vars(constants).items() if constants else ():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING"):
+            if table.get("llama") == ["q_proj", "v_proj"]:
+                table.setdefault(TRAConfig.model_type, ["q_proj", "v_proj"])
