@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tra.hub.export as exporting
 from tests.text.data import SMALL_WIKITEXT

@@ -24,7 +24,7 @@ class LongShortTermMemory(Mechanism):
     """
 
     replaces_mlp: ClassVar[bool] = True
-    caches_more: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class LongShortTermMemory(Mechanism):
         check_masks(x, key_mask, past, None)
         state = None
         if cache is not None and "hidden" in cache.state:
-            cache.check_batch(len(x), cache.state["hidden"].transpose(0, 1))
-            state = cache.state["hidden"], cache.state["cell"]
+            cache.check_batch(len(x), cache.state["hidden"])
+            state = cache.state["hidden"].transpose(0, 1), cache.state["cell"].transpose(0, 1)
         if key_mask is None:
             read, (hidden, cell) = self.recurrence(x, state)
         else:
             read, (hidden, cell) = self._without_padding(x, key_mask[:, past:], state)
         if cache is not None:
-            cache.advance(x.shape[1], hidden=hidden, cell=cell)
+            cache.advance(x.shape[1], hidden=hidden.transpose(0, 1), cell=cell.transpose(0, 1))
         return self.o_proj(F.dropout(read, self.dropout, self.training))
 
     def _without_padding(

@@ -88,7 +88,6 @@ class TRAConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     """Whether the head's weight is the embedding's. In a decoder of this package it is not."""
     use_cache: bool = True
-    """Off for mechanisms whose cache holds more than keys and values, as transformers' caches can't."""
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -106,7 +105,6 @@ class TRAConfig(PreTrainedConfig):
         decoder = self.to_decoder()
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
         self.base_model_tp_plan = tensor_parallel_plan(decoder.mechanism)
-        self.use_cache = self.use_cache and not MECHANISMS[decoder.mechanism].caches_more
 
     def to_decoder(self) -> DecoderConfig:
         """Return the decoder's config, checked."""
@@ -150,6 +148,6 @@ def _register_with_peft() -> None:
     """
     constants = sys.modules.get("peft.utils.constants")
     for name, table in vars(constants).items() if constants else ():
-        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING"):
-            if table.get("llama") == ["q_proj", "v_proj"]:
-                table.setdefault(TRAConfig.model_type, ["q_proj", "v_proj"])
+        is_table = name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING")
+        if is_table and table.get("llama") == ["q_proj", "v_proj"]:
+            table.setdefault(TRAConfig.model_type, ["q_proj", "v_proj"])

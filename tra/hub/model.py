@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from tra.attention import Mechanism
+from tra.attention import MECHANISMS, Mechanism
 from tra.hub._cache import adapt, is_static, real_keys
 from tra.hub._packing import check_not_packed, document_ids
 from tra.hub.config import TRAConfig
@@ -178,7 +178,7 @@ class TRAModel(TRAPreTrainedModel):
             _check_map(length, past_key_values)
         layers = self.layers[: self.config.num_hidden_layers]  # early exit sets fewer
         if past_key_values is not None:
-            cache, key_mask = adapt(past_key_values, self.config, inputs_embeds, attention_mask)
+            cache, key_mask = adapt(past_key_values, self.config, len(layers), inputs_embeds, attention_mask)
         states: list[Any] = []
         maps: list[Any] = []
 
@@ -214,6 +214,11 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
         self.post_init()
         if not config.use_cache:
             self.generation_config.use_cache = False
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether tokens can't be taken out of the cache again, as assisted generation must."""
+        return MECHANISMS[self.config.mechanism].keeps_state
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, **options: Any) -> Self:

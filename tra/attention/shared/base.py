@@ -49,8 +49,8 @@ class Mechanism(nn.Module):
     """It replaces a whole block, not the block's attention alone."""
     takes_key_lengths: ClassVar[bool] = False
     """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
-    caches_more: ClassVar[bool] = False
-    """Its cache holds more than keys and values."""
+    keeps_state: ClassVar[bool] = False
+    """Its cache holds a state of all tokens so far, out of which none can be taken again."""
 
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
         raise ValueError(f"{type(self).__name__} has no attention map")
@@ -215,8 +215,8 @@ class Attention(Mechanism):
     def attend_with_map(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Return what the queries read, and the weights `[B, H, Tq, Tk]` that values were weighed with.
 
-        Gradients flow through the weights, unlike in `attention_map`. Computed without autocast, from `logits`, so equal
-        to `attend` up to rounding. Memory is `B · H · Tq · Tk`. Not for static caches.
+        Gradients flow through the weights, unlike in `attention_map`. Computed without autocast, from `logits`, so it
+        equals `attend` up to rounding. Memory is `B · H · Tq · Tk`. Not for static caches.
         """
         with torch.autocast(inputs.x.device.type, enabled=False):
             weights = self.weigh(self.logits(inputs, torch.arange(inputs.query.shape[2], device=inputs.x.device)))

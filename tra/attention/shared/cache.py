@@ -29,7 +29,7 @@ class LayerCache:
     def __init__(self) -> None:
         self.length = 0
         self.state: dict[str, Tensor] = {}
-        """Tensors that a mechanism carries from token to token."""
+        """Tensors `[B, ...]` that a mechanism carries from token to token."""
         self._buffers: dict[str, Tensor] = {}
 
     def positions(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
