@@ -173,7 +173,7 @@ class ExtendedLayer(DynamicLayer):
         self._change_all(lambda x: x[indices, ...])
 
     def _change_all(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.keys is not None:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
         self.numbers = {name: change(x) for name, x in self.numbers.items()}
         self.state = {name: change(x) for name, x in self.state.items()}

@@ -104,7 +104,7 @@ class TRAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         decoder = self.to_decoder()
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
-        self.base_model_tp_plan = tensor_parallel_plan(decoder.mechanism)
+        self.base_model_tp_plan = tensor_parallel_plan(decoder.mechanism)  # type: ignore[misc]
 
     def to_decoder(self) -> DecoderConfig:
         """Return the decoder's config, checked."""

@@ -216,7 +216,7 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
             self.generation_config.use_cache = False
 
     @property
-    def _is_stateful(self) -> bool:
+    def _is_stateful(self) -> bool:  # type: ignore[override]
         """Whether tokens can't be taken out of the cache again, as assisted generation must."""
         return MECHANISMS[self.config.mechanism].keeps_state
 

@@ -73,6 +73,7 @@ def decode_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 AUTO = (
+    Choice("reference", "a graph is exported, whose sizes are free", lambda _: torch.compiler.is_exporting()),
     Choice(
         "triton",
         "an NVIDIA GPU since Ampere; float16, bfloat16 or float32; heads at most 256 wide; Triton installed",

@@ -22,6 +22,8 @@ them: `softmax_or_nothing`, `sum_from_the_right`, `count_from_the_right`, `halve
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +72,22 @@ def _like_second(_: Tensor, x: Tensor) -> Tensor:
     return _like_first(x)
 
 
+def decomposed_in_exports(operator: Any) -> Any:
+    """Return a function that calls a custom operator or, in a graph that is exported, what the operator is made of.
+
+    Other runtimes don't know operators of ours. The operator itself is the function's attribute `operator`.
+    """
+
+    @functools.wraps(operator._init_fn)
+    def call(*arguments: Any) -> Tensor:
+        function: Callable[..., Tensor] = operator._init_fn if torch.compiler.is_exporting() else operator
+        return function(*arguments)
+
+    vars(call)["operator"] = operator
+    return call
+
+
+@decomposed_in_exports
 @torch.library.custom_op("tra::sum_from_the_right", mutates_args=())
 def sum_from_the_right(x: Tensor) -> Tensor:
     """Return the sum of each entry of `[..., n]` and all after it."""
@@ -81,6 +99,7 @@ def _sum_from_the_left(x: Tensor) -> Tensor:
     return x.cumsum(-1)
 
 
+@decomposed_in_exports
 @torch.library.custom_op("tra::softmax_or_nothing", mutates_args=())
 def softmax_or_nothing(logits: Tensor) -> Tensor:
     """Return the softmax over the last dimension, in which a row of -inf throughout is 0."""
@@ -93,6 +112,7 @@ def _softmax_backward(gradient: Tensor, weights: Tensor) -> Tensor:
     return torch.ops.aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
 
 
+@decomposed_in_exports
 @torch.library.custom_op("tra::halved_below_zero", mutates_args=())
 def halved_below_zero(logits: Tensor) -> Tensor:
     """Return half of the logits, less the largest half of their row. Its gradient leaves out the shift."""
@@ -100,6 +120,7 @@ def halved_below_zero(logits: Tensor) -> Tensor:
     return x.sub_(x.amax(-1, keepdim=True))
 
 
+@decomposed_in_exports
 @torch.library.custom_op("tra::entmax_weights", mutates_args=())
 def entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
     """Return max(0, x - threshold)². Its gradient is that of 1.5-entmax, whose threshold depends on x."""
@@ -117,15 +138,16 @@ def _save_output(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-for _operator in (sum_from_the_right, _sum_from_the_left, softmax_or_nothing, halved_below_zero, entmax_weights):
-    _operator.register_fake(_like_first)
+for _function in (sum_from_the_right, softmax_or_nothing, halved_below_zero, entmax_weights):
+    _function.operator.register_fake(_like_first)
+_sum_from_the_left.register_fake(_like_first)
 for _operator in (_softmax_backward, _entmax_backward):
     _operator.register_fake(_like_second)
-sum_from_the_right.register_autograd(lambda _, gradient: _sum_from_the_left(gradient))
-softmax_or_nothing.register_autograd(
+sum_from_the_right.operator.register_autograd(lambda _, gradient: _sum_from_the_left(gradient))
+softmax_or_nothing.operator.register_autograd(
     lambda ctx, gradient: _softmax_backward(gradient.contiguous(), *ctx.saved_tensors), setup_context=_save_output
 )
-halved_below_zero.register_autograd(lambda _, gradient: gradient / 2)
-entmax_weights.register_autograd(
+halved_below_zero.operator.register_autograd(lambda _, gradient: gradient / 2)
+entmax_weights.operator.register_autograd(
     lambda ctx, gradient: (_entmax_backward(gradient, *ctx.saved_tensors), None), setup_context=_save_output
 )
