@@ -55,8 +55,9 @@ def tensor_parallel_plan(mechanism: str) -> dict[str, str] | None:
     inward = ["q_proj", "k_proj", "v_proj", *(["gate.linear"] if "gate_bias" in kind.config_fields else [])]
     return {f"layers.*.self_attn.{name}": "colwise" for name in inward} | {
         "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.up_proj": "packed_colwise",  # its two halves are split alike
-        "layers.*.mlp.down_proj": "rowwise",
+        # "packed_colwise" splits the two halves of a weight alike, but not those of a bias (transformers 5.22).
+        "layers.*.mlp.up_proj": "colwise_gather_output",
+        "layers.*.mlp.down_proj": "rowwise_rep",
     }
 
 
