@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tra.ops.compiler_workarounds import decomposed_in_exports
+from tra.ops.compiler_workarounds import decomposable
 
 
 def rotate_by_position(tensors: Sequence[Tensor], position: Tensor, theta: float) -> list[Tensor]:
@@ -21,7 +21,7 @@ def rotate_by_position(tensors: Sequence[Tensor], position: Tensor, theta: float
     return [rotate(x.transpose(1, 2), cos_sin).transpose(1, 2) for x in tensors]
 
 
-@decomposed_in_exports
+@decomposable
 @torch.library.custom_op("tra::rotations", mutates_args=())
 def rotations(position: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
     """Return cosines and sines, `[B, T]` -> `[2, B, T, 1, width / 2]`.
