@@ -17,7 +17,7 @@ from transformers.utils import logging
 from tra.hub._card import model_card
 from tra.hub._tokenizer import run_tokenizer
 from tra.hub.model import TRAForCausalLM
-from tra.runs import RunFolder, locked_folder_beside
+from tra.runs import RunFolder, clear_folder_beside, locked_folder_beside, replace_folder
 from tra.tasks import Task, generator
 from tra.text.prepare import NoSpaceError
 from tra.text.task import Text
@@ -41,13 +41,9 @@ def export_run(
         tokenizer_files: The folder of GPT-2's files, see `load_tokenizer`.
     """
     target = Path(folder).resolve()
+    clear_folder_beside(target, "exporting")
     _check_target(target, overwrite)
-    try:
-        decoder = run.load_model()
-    except RuntimeError:
-        raise ValueError(
-            f"{run.weights_file} doesn't fit {run.config_file}: other weights, or another config"
-        ) from None
+    decoder = run.load_model()
     task = run.config().task.build()
     tokenizer = run_tokenizer(task, tokenizer_files)
     special = {
@@ -68,9 +64,7 @@ def export_run(
             (written / "README.md").write_text(model_card(run, target.name, model.num_parameters(), *_prompt(task)))
             _flush(written)
             _check_target(target, overwrite)  # another process may have written it since
-            if target.exists():
-                target.rename(temporary / "replaced")
-            written.rename(target)
+            replace_folder(written, target, temporary)
     except SafetensorError as error:
         raise ValueError(f"{folder} can't be written: {error}") from None
     except OSError as error:

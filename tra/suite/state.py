@@ -64,7 +64,23 @@ def missing(run: RunFolder) -> Missing:
 def is_done(folder: Path) -> bool:
     """Return whether a cell is trained, and measured in everything its config asks for."""
     run = RunFolder(folder)
-    return run.config_file.is_file() and run.weights_file.is_file() and missing(run).nothing
+    return run.config_file.is_file() and run.weights_file.is_file() and missing(run).nothing and _has_weights(run)
+
+
+def _has_weights(run: RunFolder) -> bool:
+    """Return whether the weights are intact and fit the config. Files that have not changed are read once."""
+    facts = run.weights_file.stat()
+    key = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+    if key not in _intact:
+        try:
+            run.read_weights()
+        except ValueError:
+            return False
+        _intact.add(key)
+    return True
+
+
+_intact: set[tuple[int, int, int, int]] = set()  # files of weights that were read and found intact
 
 
 def state(folder: Path) -> State:
