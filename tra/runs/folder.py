@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tra.runs.environment import environment
 from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
@@ -125,11 +125,21 @@ class RunFolder:
     def _write_config(self, config: RunConfig) -> None:
         write_atomically(self.config_file, json.dumps(config.to_dict(), indent=2) + "\n")
 
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return the sessions that environment.json holds, none if it doesn't exist. Damage is a ValueError."""
+        if not self.environment_file.is_file():
+            return []
+        try:
+            sessions: list[dict[str, Any]] = json.loads(self.environment_file.read_bytes())["sessions"]
+            if isinstance(sessions, list) and all(isinstance(session, dict) for session in sessions):
+                return sessions
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise ValueError(f"{self.environment_file} is damaged: it must hold a list of sessions")
+
     def note_environment(self, device: torch.device, processes: int = 1) -> None:
         """Add this session to environment.json. A resumed run has several sessions."""
-        sessions = []
-        if self.environment_file.is_file():
-            sessions = json.loads(self.environment_file.read_text())["sessions"]
+        sessions = self.sessions()
         sessions.append(environment(device) | ({"processes": processes} if processes > 1 else {}))
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 

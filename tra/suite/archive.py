@@ -19,6 +19,7 @@ from tra.runs import (
     atomic_file,
     flush_folder,
     new_locked_folder,
+    read_rows,
     remove_unlocked_folder,
 )
 from tra.suite.state import state
@@ -95,10 +96,8 @@ def merge(sources: Sequence[Path], out: Path) -> MergeResult:
     changed: equal results are skipped, others are a conflict.
     """
     with _private_folder(out) as temporary:
-        found = [
-            folder for number, source in enumerate(sources) for folder in _runs_of(source, temporary / str(number))
-        ]
-        return _take(found, out, temporary)
+        parts = [_runs_of(source, temporary / str(number)) for number, source in enumerate(sources)]
+        return _take([folder for part in parts for folder in part], out, temporary)
 
 
 def _take(found: Sequence[Path], out: Path, temporary: Path) -> MergeResult:
@@ -115,7 +114,7 @@ def _take(found: Sequence[Path], out: Path, temporary: Path) -> MergeResult:
         if known is None or _progress(folder) > _progress(known):
             furthest[folder.name] = folder
     for name, folder in sorted(furthest.items()):
-        for session in _sessions(folder):
+        for session in RunFolder(folder).sessions():
             commits.setdefault(str(session.get("commit")), set()).add(name)
         if not (out / name).exists() and _copy(folder, out / name, temporary / "copy"):
             merged.taken.append(name)
@@ -159,11 +158,6 @@ def _private_folder(out: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _sessions(folder: Path) -> list[dict[str, str]]:
-    file = RunFolder(folder).environment_file
-    return json.loads(file.read_text())["sessions"] if file.is_file() else []
-
-
 def _progress(folder: Path) -> tuple[bool, int]:
     found = state(folder)
     return found.status == "done", found.step
@@ -175,7 +169,7 @@ def _results(folder: Path) -> dict[str, bytes]:
     found = {}
     for file in (run.config_file, run.evaluation_file, run.diagnosis_file, run.perplexity_file):
         if file.is_file():
-            rows = [json.loads(line) for line in file.read_text().splitlines()] if file.suffix == ".jsonl" else []
+            rows = read_rows(file) if file.suffix == ".jsonl" else []
             for row in rows:
                 for name in ("seconds", "device"):
                     row.pop(name, None)

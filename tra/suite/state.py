@@ -87,12 +87,19 @@ def state(folder: Path) -> State:
     """Return how far a cell has come."""
     run = RunFolder(folder)
     rows = read_rows(run.metrics_file)
-    step = int(rows[-1]["step"]) if rows else 0
+    step = _last_step(run, rows)
     if is_done(folder):
         return State("done", step)
     if (failure := read_failure(folder)) is not None:
         return State("failed", step, failure["last_lines"])
     return State("cut off" if rows or run.weights_file.is_file() else "waiting", step)
+
+
+def _last_step(run: RunFolder, rows: list[dict[str, Any]]) -> int:
+    step = rows[-1].get("step") if rows else 0
+    if not isinstance(step, int):
+        raise ValueError(f"{run.metrics_file} is damaged: its last row has no step")
+    return step
 
 
 def record_failure(folder: Path, status: int) -> str:
@@ -107,7 +114,13 @@ def record_failure(folder: Path, status: int) -> str:
 def read_failure(folder: Path) -> dict[str, Any] | None:
     """Return what `record_failure` wrote, if it did."""
     file = folder / "failed.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        failure: dict[str, Any] = json.loads(file.read_bytes())
+        return {"status": failure["status"], "last_lines": str(failure["last_lines"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{file} is damaged: it must hold a status and last_lines") from None
 
 
 def clear_failure(folder: Path) -> None:

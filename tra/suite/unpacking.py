@@ -26,6 +26,17 @@ MIN_FREE_BYTES = 64 * 2**20
 
 _BLOCK_BYTES = 2**20
 
+DAMAGES = (
+    tarfile.TarError,
+    EOFError,
+    gzip.BadGzipFile,
+    zlib.error,
+    UnicodeError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading a damaged archive raises."""
+
 
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack a .tar.gz or .tar into an empty folder.
@@ -39,15 +50,7 @@ def unpack(archive: Path, folder: Path) -> None:
         with _members_of(archive) as (tar, members):
             for member in members:
                 _write_member(tar, member, folder, archive)
-    except (
-        tarfile.TarError,
-        EOFError,
-        gzip.BadGzipFile,
-        zlib.error,
-        UnicodeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except DAMAGES as error:
         raise ValueError(f"{archive} is no archive of runs: {error}") from None
 
 
@@ -56,7 +59,7 @@ def is_archive_of_runs(file: Path) -> bool:
     try:
         with _members_of(file) as (_, members):
             names = [PurePosixPath(member.name) for _, member in zip(range(MAX_MEMBERS), members, strict=False)]
-    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, OverflowError, RecursionError):
+    except (*DAMAGES, OSError, ValueError):
         return False
     return not names or any(len(name.parts) == 2 and name.name == "config.json" for name in names)
 
@@ -74,7 +77,7 @@ def _members_of(archive: Path) -> Iterator[tuple[tarfile.TarFile, Iterator[tarfi
 def _iterate(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """Yield members one by one; unlike iterating over `tar`, without keeping those that were yielded."""
     while (member := tar.next()) is not None:
-        tar.members = []
+        tar.members = []  # type: ignore[attr-defined]
         yield member
 
 

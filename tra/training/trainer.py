@@ -91,9 +91,7 @@ def train(
             config.task.build().check_data()
         chosen = claim.enter_context(run.claim(config, resume=resume, overwrite=overwrite))
         ranks.check_batch(chosen.train)
-        is_finished = resume and _has_final_weights(
-            run, lambda text: progress(Progress(0, chosen.train.steps, None, text))
-        )
+        is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
         if not is_finished:
             run.note_environment(device, ranks.world)
         return chosen, is_finished
@@ -290,6 +288,8 @@ class Trainer:
         state = load_checkpoint(self.run.checkpoint_folder, warn, self.model.state_dict())
         if self.run.metrics_file.is_file():  # steps after the checkpoint will be logged again
             rows = read_rows(self.run.metrics_file)
+            if not all(isinstance(row.get("step"), int) for row in rows):
+                raise ValueError(f"{self.run.metrics_file} is damaged: a row has no step")
             write_rows(self.run.metrics_file, [row for row in rows if state is not None and row["step"] <= state.step])
         if state is None:
             return
