@@ -65,15 +65,25 @@ def export_run(
             _flush(written)
             _check_target(target, overwrite)  # another process may have written it since
             replace_folder(written, target, temporary)
-    except SafetensorError as error:
-        raise ValueError(f"{folder} can't be written: {error}") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:  # safetensors and tokenizers have kinds of their own for what the system reports
+        number = _system_error(error)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NoSpaceError(
-                f"the disk is full ({error.strerror}), writing {folder}; nothing is left of it"
+                f"the disk is full ({os.strerror(number)}), writing {folder}; nothing is left of it"
             ) from None
-        raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
+        if number is not None or isinstance(error, SafetensorError):
+            filename = getattr(error, "filename", None)
+            raise ValueError(f"{filename or folder}: {os.strerror(number) if number else error}") from None
+        raise
     return model
+
+
+def _system_error(error: Exception) -> int | None:
+    """Return the number of a system error, also where a library of Rust has put it into words."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
