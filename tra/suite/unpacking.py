@@ -116,7 +116,7 @@ def _check_members(archive: Path, members: Iterator[tarfile.TarInfo], folder: Pa
             )
         if size + MIN_FREE_BYTES > free:
             raise ValueError(
-                f"{archive} is refused: with {member.name!r} it has {size:,} bytes, the disk {free:,} free"
+                f"{archive} is refused: with {member.name!r} it has {size:,} bytes, and the disk only {free:,} free"
             )
 
 
