@@ -13,7 +13,12 @@ import pytest
 
 from tra.runs import LockedError, folder_lock, put_row, read_rows, remove_stale_files, write_atomically
 
-HOLD = "import sys, tra.runs, pathlib\nwith tra.runs.folder_lock(pathlib.Path(sys.argv[1])): print('held', flush=True); input()"
+HOLD = """
+import pathlib, sys, tra.runs
+with tra.runs.folder_lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    input()
+"""
 
 
 @contextlib.contextmanager

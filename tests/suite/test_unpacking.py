@@ -73,7 +73,7 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         merge([bomb], tmp_path / "out")
     monkeypatch.setattr(unpacking, "MAX_UNPACKED_BYTES", 2**30)
     monkeypatch.setattr(unpacking, "MIN_FREE_BYTES", 2**60)
-    with pytest.raises(ValueError, match="'run/zeros' it has 4,194,304 bytes, and the disk only .* free"):
+    with pytest.raises(ValueError, match=r"'run/zeros' it has 4,194,304 bytes, and the disk only .* free"):
         merge([bomb], tmp_path / "out")
     monkeypatch.setattr(unpacking, "MIN_FREE_BYTES", 0)
     monkeypatch.setattr(unpacking, "MAX_MEMBERS", 1)

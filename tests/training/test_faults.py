@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(trained: Path, tmp_path: Path) -
 
 def test_a_run_does_not_end_with_weights_that_are_not_finite(tmp_path: Path) -> None:
     changes = ("train.steps=8", "optim.lr=9e18", "optim.warmup=0", "optim.decay=none", "model.mechanism=rope")
-    with pytest.raises(NonFiniteError, match="the weights are not finite at step 8, .* there is no checkpoint"):
+    with pytest.raises(NonFiniteError, match=r"the weights are not finite at step 8, .* there is no checkpoint"):
         train(small(*changes), tmp_path / "run", device=CPU)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert load_checkpoint(tmp_path / "run" / "checkpoints") is None
