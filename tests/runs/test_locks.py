@@ -76,3 +76,19 @@ def test_writing_a_file_removes_what_killed_writers_of_it_left(tmp_path: Path) -
         (tmp_path / name).write_text("half")
     write_atomically(tmp_path / "a.json", "{}")
     assert {path.name for path in tmp_path.iterdir()} == {"a.json", ".b.json.99.tmp"}
+
+
+def test_a_full_disk_names_the_file_and_leaves_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    script = (
+        "import pathlib, resource, signal, sys, tra.runs\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+        "try:\n    tra.runs.write_atomically(pathlib.Path(sys.argv[1]), 'x' * 100)\n"
+        "except OSError as error:\n    print(error.filename, error.strerror)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a.json")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{tmp_path / 'a.json'} File too large\n"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.json", "old")]
