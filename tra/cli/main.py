@@ -89,11 +89,11 @@ def main() -> None:
 def _explain(error: Exception) -> str | None:
     """Return one line about a failure of the machine; None if the error is a bug."""
     from tra.text.prepare import NoSpaceError
-    from tra.training import DiskFullError, RankLostError
+    from tra.training import DiskFullError, NonFiniteError, RankLostError
 
     if isinstance(error, RankLostError):
         return f"{error}; go on with --resume"
-    return str(error) if isinstance(error, DiskFullError | NoSpaceError) else None
+    return str(error) if isinstance(error, DiskFullError | NonFiniteError | NoSpaceError) else None
 
 
 def _stop(line: str, status: int) -> NoReturn:
