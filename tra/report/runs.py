@@ -6,27 +6,15 @@ There is one reader. It reports what it could not read; tables refuse such runs,
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tra.report.names import NAMES
-from tra.runs import RunFolder
+from tra.runs import RunFolder, row_problem
 
 Row = dict[str, Any]
-
-NUMBERS = {
-    "metrics.jsonl": ("step", "loss"),
-    "eval.jsonl": ("shortest", "longest", "examples", "exact", "low", "high"),
-    "diagnose.jsonl": ("shortest", "longest"),
-    "perplexity.jsonl": ("window", "loss", "perplexity"),
-}
-"""Numbers that a row must have."""
-
-WORDS = {"eval.jsonl": ("split",), "diagnose.jsonl": ("split",), "perplexity.jsonl": ("text", "overlap")}
-"""Strings that a row must have."""
 
 
 class Problem(NamedTuple):
@@ -154,10 +142,6 @@ def by_mechanism(runs: Sequence[EvaluatedRun]) -> dict[str, list[EvaluatedRun]]:
     return found
 
 
-def is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
@@ -174,7 +158,7 @@ def _load(folder: Path) -> tuple[EvaluatedRun, dict[str, str]]:
     try:
         environment = _read_json(files.environment_file)
         listed = environment.get("sessions") if isinstance(environment, dict) else None
-        sessions = [session for session in listed or [] if isinstance(session, dict)]
+        sessions = [session for session in listed if isinstance(session, dict)] if isinstance(listed, list) else []
         if not sessions:
             notes["environment.json"] = "environment.json names no session"
     except ValueError as error:
@@ -228,10 +212,4 @@ def _read_row(line: bytes, file: str) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in WORDS.get(file, ())):
-        return None
-    for key in NUMBERS[file]:
-        diverged = file == "metrics.jsonl" and key == "loss" and isinstance(row.get(key), float)  # a fact of the run
-        if not diverged and not is_finite(row.get(key)):
-            return None
-    return row
+    return row if row_problem(file, row) is None else None

@@ -8,6 +8,7 @@ from tra.runs.environment import environment
 from tra.runs.files import locked_folder_beside, write_arrays, write_atomically
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.intervals import bootstrap_interval, perplexity_ratio, wilson_interval
+from tra.runs.json_files import is_finite, read_json, read_sessions, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 
 __all__ = [
@@ -19,13 +20,17 @@ __all__ = [
     "environment",
     "exact_digits",
     "exact_text",
+    "is_finite",
     "length_text",
     "locked_folder_beside",
     "mean_over_heads",
     "perplexity_ratio",
     "put_row",
     "read_attention",
+    "read_json",
     "read_rows",
+    "read_sessions",
+    "row_problem",
     "weights_of",
     "wilson_interval",
     "write_arrays",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tra.runs.environment import environment
 from tra.runs.files import write_atomically
+from tra.runs.json_files import read_sessions
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +80,7 @@ class RunFolder:
 
     def note_environment(self, device: torch.device, processes: int = 1) -> None:
         """Add this session to environment.json. A resumed run has several sessions."""
-        sessions = []
-        if self.environment_file.is_file():
-            sessions = json.loads(self.environment_file.read_text())["sessions"]
+        sessions = read_sessions(self.environment_file)
         sessions.append(environment(device) | ({"processes": processes} if processes > 1 else {}))
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 

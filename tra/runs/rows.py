@@ -8,18 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from tra.runs.files import write_atomically
+from tra.runs.json_files import row_problem
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; none if it doesn't exist. Reading ends at a line that a kill cut short."""
+    """Return the rows of a file; none if it doesn't exist. A last line without its end, cut by a kill, is left out.
+
+    Any other line that is no row is a ValueError: a file that is written anew must not lose what can't be read.
+    """
     rows: list[dict[str, Any]] = []
     if not file.is_file():
         return rows
-    for line in file.read_text().splitlines():
+    lines = file.read_bytes().split(b"\n")  # the last one has no end: it is empty, or cut
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, or too long a number
+            if number == len(lines):
+                break
+            raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
+        if (problem := row_problem(file.name, row)) is not None:
+            raise ValueError(f"{file}, line {number}, is damaged: {problem}")
+        rows.append(row)
     return rows
 
 
@@ -30,7 +42,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
     """Add a row, and remove an earlier one that has the same values under `key`."""
-    others = [other for other in read_rows(file) if any(other[name] != row[name] for name in key)]
+    others = [other for other in read_rows(file) if any(other.get(name) != row[name] for name in key)]
     write_rows(file, [*others, row])
 
 

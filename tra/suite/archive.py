@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs import RunFolder
+from tra.runs import RunFolder, read_sessions
 from tra.suite.state import state
 
 MAX_WEIGHT_BYTES = 8 * 2**20
@@ -115,7 +115,7 @@ def _folder_of(source: Path, out: Path) -> Path:
 
 def _sessions(folder: Path) -> list[dict[str, str]]:
     file = RunFolder(folder).environment_file
-    return json.loads(file.read_text())["sessions"] if file.is_file() else []
+    return read_sessions(file)
 
 
 def _progress(folder: Path) -> tuple[bool, int]:

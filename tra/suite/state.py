@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from tra.attention import MECHANISMS
 from tra.evaluation.exact_match import chosen_splits
 from tra.evaluation.perplexity import windows_that_fit
-from tra.runs import RunFolder, read_rows, write_atomically
+from tra.runs import RunFolder, read_json, read_rows, write_atomically
 from tra.text.task import Text
 
 LOG_LINES = 5
@@ -91,7 +91,12 @@ def record_failure(folder: Path, status: int) -> str:
 def read_failure(folder: Path) -> dict[str, Any] | None:
     """Return what `record_failure` wrote, if it did."""
     file = folder / "failed.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    failure = read_json(file, dict)
+    if not isinstance(failure.get("last_lines"), str):
+        raise ValueError(f"{file} is damaged: it has no last_lines")
+    return failure
 
 
 def clear_failure(folder: Path) -> None:

@@ -86,6 +86,7 @@ def train(
         """Return the config, and whether the run is finished already."""
         if config is not None:  # checked before a folder is made, or an old one removed
             ranks.check_batch(config.train)
+            config.check_model()
             config.task.build().check_data()
         chosen = run.start(config, resume=resume, overwrite=overwrite)
         ranks.check_batch(chosen.train)

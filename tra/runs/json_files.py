@@ -1,0 +1,73 @@
+"""Read the JSON files of a run, and check the shape and the types of what they hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+NUMBERS = {
+    "metrics.jsonl": ("step", "loss"),
+    "eval.jsonl": ("shortest", "longest", "examples", "exact", "low", "high"),
+    "diagnose.jsonl": ("shortest", "longest"),
+    "perplexity.jsonl": ("window", "loss", "perplexity"),
+}
+"""Numbers that a row of a file must have."""
+
+WORDS = {"eval.jsonl": ("split",), "diagnose.jsonl": ("split",), "perplexity.jsonl": ("text", "overlap")}
+"""Strings that a row of a file must have."""
+
+
+def read_json(file: Path, kind: type[T]) -> T:
+    """Return what a JSON file holds. If it can't be read, or is not of that kind, a ValueError names the file."""
+    try:
+        value = json.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, nested too deeply
+        raise ValueError(f"{file} is damaged: {error}") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{file} is damaged: it must hold a {kind.__name__}, got a {type(value).__name__}")
+    return value
+
+
+def read_sessions(file: Path) -> list[dict[str, Any]]:
+    """Return the sessions of an environment.json; none if there is no file."""
+    if not file.is_file():
+        return []
+    sessions = read_json(file, dict).get("sessions")
+    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
+        raise ValueError(f"{file} is damaged: its sessions must be a list of objects, got {reprlib.repr(sessions)}")
+    return sessions
+
+
+def row_problem(file: str, row: Any) -> str | None:
+    """Return what is wrong with a row of a file of this name, None if nothing is.
+
+    A loss in metrics.jsonl may be infinite or not a number: that is a fact of the run.
+    """
+    if not isinstance(row, Mapping):
+        return f"it must be an object, got {type(row).__name__}"
+    for key in WORDS.get(file, ()):
+        if not isinstance(row.get(key), str):
+            return f"{key} must be a string, got {reprlib.repr(row.get(key))}"
+    for key in NUMBERS.get(file, ()):
+        may_diverge = file == "metrics.jsonl" and key == "loss" and isinstance(row.get(key), float)
+        if not may_diverge and not is_finite(row.get(key)):
+            return f"{key} must be a number, got {reprlib.repr(row.get(key))}"
+    return None
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a number that fits a float, and neither infinite nor NaN."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
