@@ -76,12 +76,12 @@ def _data_text(config: RunConfig) -> str:
 
 def _results(run: RunFolder) -> list[str]:
     lines: list[str] = []
-    if rows := read_rows(run.evaluation_file):
+    if rows := read_rows(run.evaluation_file, ("split", "shortest", "longest", "examples", "exact", "low", "high")):
         header = ["split", "length", "sequences", "without an error (95 %)"]
         lines += table(
             header, [[row["split"], length_text(row), f"{row['examples']:,}", exact_text(row)] for row in rows]
         )
-    if rows := read_rows(run.perplexity_file):
+    if rows := read_rows(run.perplexity_file, ("text", "window", "overlap")):
         lines += [""] if lines else []
         header = ["text", "window", "overlap", "perplexity", "a word", "bits a byte"]
         lines += table(

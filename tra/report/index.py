@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-
-from tra.runs import read_json
 
 DESCRIPTIONS = "index.json"
 
@@ -40,8 +39,11 @@ def _descriptions(folder: Path) -> dict[str, str]:
     file = folder / DESCRIPTIONS
     if not file.is_file():
         raise ValueError(f"{folder} has no {DESCRIPTIONS}, which says what lies there")
-    described = read_json(file, dict)
-    if not all(isinstance(what, str) for what in described.values()):
+    try:
+        described = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(described, dict) or not all(isinstance(what, str) for what in described.values()):
         raise ValueError(f"{file} must hold one object: a path and what lies there, in words")
     return described
 

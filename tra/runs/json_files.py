@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-NUMBERS = {
+NUMBERS: dict[str, tuple[str, ...]] = {
     "metrics.jsonl": ("step", "loss"),
     "eval.jsonl": ("shortest", "longest", "examples", "exact", "low", "high"),
     "diagnose.jsonl": ("shortest", "longest"),
@@ -19,7 +19,11 @@ NUMBERS = {
 }
 """Numbers that a row of a file must have."""
 
-WORDS = {"eval.jsonl": ("split",), "diagnose.jsonl": ("split",), "perplexity.jsonl": ("text", "overlap")}
+WORDS: dict[str, tuple[str, ...]] = {
+    "eval.jsonl": ("split",),
+    "diagnose.jsonl": ("split",),
+    "perplexity.jsonl": ("text", "overlap"),
+}
 """Strings that a row of a file must have."""
 
 
@@ -46,17 +50,25 @@ def read_sessions(file: Path) -> list[dict[str, Any]]:
     return sessions
 
 
-def row_problem(file: str, row: Any) -> str | None:
+def row_problem(file: str, row: Any, needed: Sequence[str] | None = None) -> str | None:
     """Return what is wrong with a row of a file of this name, None if nothing is.
 
     A loss in metrics.jsonl may be infinite or not a number: that is a fact of the run.
+
+    Args:
+        needed: Keys that the row must have; by default all that are listed above.
     """
     if not isinstance(row, Mapping):
         return f"it must be an object, got {type(row).__name__}"
-    for key in WORDS.get(file, ()):
+    words, numbers = WORDS.get(file, ()), NUMBERS.get(file, ())
+    if needed is not None:
+        if missing := [key for key in needed if key not in row]:
+            return f"it has no {missing[0]}"
+        words, numbers = (tuple(key for key in keys if key in row) for keys in (words, numbers))
+    for key in words:
         if not isinstance(row.get(key), str):
             return f"{key} must be a string, got {reprlib.repr(row.get(key))}"
-    for key in NUMBERS.get(file, ()):
+    for key in numbers:
         may_diverge = file == "metrics.jsonl" and key == "loss" and isinstance(row.get(key), float)
         if not may_diverge and not is_finite(row.get(key)):
             return f"{key} must be a number, got {reprlib.repr(row.get(key))}"

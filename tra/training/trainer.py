@@ -253,7 +253,11 @@ class Trainer:
 
     def _read_checkpoint(self) -> None:
         state = load_checkpoint(self.run.checkpoint_folder, lambda text: self._report(f"warning: {text}"))
-        rows = [row for row in read_rows(self.run.metrics_file) if state is not None and row["step"] <= state.step]
+        rows = [
+            row
+            for row in read_rows(self.run.metrics_file, ("step",))
+            if state is not None and row["step"] <= state.step
+        ]
         if self.run.metrics_file.is_file():  # steps after the checkpoint will be logged again
             write_rows(self.run.metrics_file, rows)
         if state is None:
