@@ -17,7 +17,6 @@ CASES = (
     (torch.float16, None),
     *slow((torch.float32, 8.0), (torch.float16, 8.0)),
 )
-LARGEST = {torch.float32: 3e38, torch.float16: 6e4}
 
 
 def gradients(impl: str, dtype: torch.dtype, slope: float, bound: float | None, **options: object) -> list[Tensor]:
@@ -39,3 +38,14 @@ def test_gradients_at_steep_gates(impl: str, dtype: torch.dtype, bound: float | 
     exact = gradients("reference", torch.float64, slope, None)
     for name, got, right in zip(("output", "query", "key", "value", "log_forget"), ours, exact, strict=True):
         assert (got - right).abs().max() <= allowed * max(1.0, float(right.abs().max())), name
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_values_near_the_largest_float(impl: str) -> None:
+    """No sum on the way overflows: an average of values is never larger than the values."""
+    inputs = [x.detach() for x in exact_inputs(6, batch=1, n_queries=70)]
+    for scale in (3e38, 1e-30):
+        value = inputs[2].sign() * scale
+        out = tra.threshold_relative_attention(*inputs[:2], value, 0.01 * inputs[3], impl=impl)
+        exact = tra.threshold_relative_attention(*inputs[:2], value.sign(), 0.01 * inputs[3], impl="reference")
+        torch.testing.assert_close(out.double() / scale, exact.double(), atol=2e-6, rtol=1e-5)

@@ -22,6 +22,7 @@ from tra.ops import (
     threshold_relative_attention_varlen,
 )
 from tra.ops.compiler_workarounds import softmax_or_nothing
+from tra.ops.forward_mode import in_forward_mode
 from tra.ops.full_map import full_attention_map
 from tra.ops.inputs import autocast_dtype
 from tra.ops.options import AttentionOptions, default_tolerance
@@ -95,7 +96,7 @@ class ThresholdRelativeAttention(Attention):
     def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
         """See `Attention`. In fused training without masks, projections, norm, gate and attention are one operator."""
         training = self.fuse_projections and torch.is_grad_enabled() and all(value is None for value in context)
-        if training and self.qk_norm and not self.rotary and x.ndim == 3:
+        if training and not in_forward_mode() and self.qk_norm and not self.rotary and x.ndim == 3:
             projections = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
             cast_to = autocast_dtype(x)
             dtype = x.dtype if cast_to is None else cast_to

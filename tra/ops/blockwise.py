@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tra.ops.block_layout import Layout, RowBlock, Walk, query_block_size
 from tra.ops.dropout import keep_weights
+from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import compute_dtype, without_autocast
 from tra.ops.options import AttentionOptions
 from tra.ops.stop_bound import RemainingScores, euclidean_norms, log_remaining_weight
@@ -35,6 +36,7 @@ def blockwise_attention(
     seed: Tensor | None,
 ) -> Tensor:
     """Return the reference's result up to rounding and `tolerance`, without ever holding a Tq × Tk tensor."""
+    refuse_forward_mode("impl='blockwise'")
     first, last, key_mask = visible
     if key_mask is not None:
         key, value, first, last = without_padding(key, value, first, last, key_mask)
@@ -45,6 +47,10 @@ def blockwise_attention(
         options.scale, options.threshold, options.score_bound, options.dropout, options.tolerance,
     )  # fmt: skip
     return out.to(query.dtype)
+
+
+HEADROOM = 2.0**24
+"""Most keys of equal weight whose values may all be the largest number."""
 
 
 class RunningSoftmax(NamedTuple):
@@ -104,6 +110,9 @@ def _forward(
     highest, total = (query.new_empty(query.shape[:3], dtype=layout.dtype) for _ in range(2))
     stops = torch.empty(layout.n, len(walks), dtype=torch.int64, device=query.device)
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
+    # A sum of values near the largest number would overflow before it is divided by the sum of the weights.
+    is_large = bool(values.abs().amax() > torch.finfo(layout.dtype).max / HEADROOM)
+    values = values.to(layout.dtype) / HEADROOM if is_large else values
     remaining = None
     if tolerance > 0:
         remaining = RemainingScores(keys, values, layout.key_block, layout.dtype, scale, score_bound)
@@ -111,7 +120,7 @@ def _forward(
         rows = layout.row_block(walk.rows, query, log_forget)
         with without_autocast(query.device):
             b_state, stops[:, number] = _walk_forward(layout, walk, rows, keys, values, seed, options, remaining)
-        layout.put(out, walk.rows, b_state.out)
+        layout.put(out, walk.rows, b_state.out * HEADROOM if is_large else b_state.out)
         layout.put(highest, walk.rows, b_state.highest)
         layout.put(total, walk.rows, b_state.total)
     return out, highest, total, stops

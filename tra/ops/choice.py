@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tra.ops.forward_mode import in_forward_mode
 from tra.ops.options import AttentionOptions
 from tra.ops.triton.availability import why_unavailable
 
@@ -73,6 +74,7 @@ def decode_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 AUTO = (
+    Choice("reference", "forward-mode differentiation (`torch.func.jvp`, `jacfwd`)", lambda _: in_forward_mode()),
     Choice(
         "triton",
         "an NVIDIA GPU since Ampere; float16, bfloat16 or float32; heads at most 256 wide; Triton installed",

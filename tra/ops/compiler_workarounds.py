@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tra.ops.forward_mode import in_forward_mode, refuse_forward_mode
+
 FLEX_LENGTH_MULTIPLE = 128
 """FlexAttention is used at lengths that are a multiple of this."""
 
@@ -70,9 +72,27 @@ def _like_second(_: Tensor, x: Tensor) -> Tensor:
     return _like_first(x)
 
 
-@torch.library.custom_op("tra::sum_from_the_right", mutates_args=())
 def sum_from_the_right(x: Tensor) -> Tensor:
     """Return the sum of each entry of `[..., n]` and all after it."""
+    return x.flip(-1).cumsum(-1).flip(-1) if in_forward_mode() else _sum_from_the_right(x)
+
+
+def softmax_or_nothing(logits: Tensor) -> Tensor:
+    """Return the softmax over the last dimension, in which a row of -inf throughout is 0."""
+    if not in_forward_mode():
+        return _softmax_or_nothing(logits)
+    nothing = logits.amax(-1, keepdim=True) == -torch.inf
+    return logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+
+
+def entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
+    """Return max(0, x - threshold)². Its gradient is that of 1.5-entmax, whose threshold depends on x."""
+    refuse_forward_mode("1.5-entmax")
+    return _entmax_weights(x, threshold)
+
+
+@torch.library.custom_op("tra::sum_from_the_right", mutates_args=())
+def _sum_from_the_right(x: Tensor) -> Tensor:
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -82,8 +102,7 @@ def _sum_from_the_left(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tra::softmax_or_nothing", mutates_args=())
-def softmax_or_nothing(logits: Tensor) -> Tensor:
-    """Return the softmax over the last dimension, in which a row of -inf throughout is 0."""
+def _softmax_or_nothing(logits: Tensor) -> Tensor:
     nothing = logits.amax(-1, keepdim=True) == -torch.inf
     return logits.softmax(-1).masked_fill_(nothing, 0.0)
 
@@ -101,8 +120,7 @@ def halved_below_zero(logits: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("tra::entmax_weights", mutates_args=())
-def entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
-    """Return max(0, x - threshold)². Its gradient is that of 1.5-entmax, whose threshold depends on x."""
+def _entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
     return (x - threshold).clamp_(min=0).square_()
 
 
@@ -117,15 +135,15 @@ def _save_output(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-for _operator in (sum_from_the_right, _sum_from_the_left, softmax_or_nothing, halved_below_zero, entmax_weights):
+for _operator in (_sum_from_the_right, _sum_from_the_left, _softmax_or_nothing, halved_below_zero, _entmax_weights):
     _operator.register_fake(_like_first)
 for _operator in (_softmax_backward, _entmax_backward):
     _operator.register_fake(_like_second)
-sum_from_the_right.register_autograd(lambda _, gradient: _sum_from_the_left(gradient))
-softmax_or_nothing.register_autograd(
+_sum_from_the_right.register_autograd(lambda _, gradient: _sum_from_the_left(gradient))
+_softmax_or_nothing.register_autograd(
     lambda ctx, gradient: _softmax_backward(gradient.contiguous(), *ctx.saved_tensors), setup_context=_save_output
 )
 halved_below_zero.register_autograd(lambda _, gradient: gradient / 2)
-entmax_weights.register_autograd(
+_entmax_weights.register_autograd(
     lambda ctx, gradient: (_entmax_backward(gradient, *ctx.saved_tensors), None), setup_context=_save_output
 )

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tra.ops.forward_mode import refuse_forward_mode
+
 MAX_PIECE_BYTES = 2**29
 """Most bytes of logits held at a time, on a GPU; a sixteenth of it on a CPU."""
 
@@ -41,6 +43,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, row_weights
         raise ValueError(
             f"targets and row_weights must be [{len(x)}], got {tuple(targets.shape)} and {tuple(row_weights.shape)}"
         )
+    refuse_forward_mode("linear_cross_entropy")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)

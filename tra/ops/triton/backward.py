@@ -121,8 +121,8 @@ def run_backward(
                 **launch.register_limit(tile.query_registers),
             )  # fmt: skip
             key_gradient_kernel[(seen_blocks * batch * kv_heads,)](
-                q, k, v, first, last, seed, g, total, key_factor, grad_k, grad_v, slope_inner, offsets, walk_ends,
-                row_blocks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
+                q, k, v, first, last, seed, g, reference, total, key_factor, grad_k, grad_v, slope_inner, offsets,
+                walk_ends, row_blocks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
                 *grad_k.stride()[:3], *grad_v.stride()[:3],
                 seen_blocks, heads_sorted_together(batch * kv_heads, seen_blocks), *sizes, *numbers,
                 **constants, SKIP=skip, ACCUMULATE=not once,

@@ -49,12 +49,16 @@ def _query_gradient_block(
         b_one = tl.where(o_k[None, :] <= b_last[:, None], b_one, 0.0)
         if RANGES:
             b_one = tl.where(o_k[None, :] >= b_first[:, None], b_one, 0.0)
-    b_offset = b_slope * b_count - b_ref
+    b_offset = b_count if ONLINE else b_slope * b_count - b_ref
     m_first = (j + 1) % KEY_RATIO == 0  # the newest of the blocks that are one in the other kernel
     tl.store(p_offsets + tl.cast(j // KEY_RATIO, tl.int64) * stride_c, b_offset, mask=m_m & m_first)
     b_n = tl.dot(b_one.to(tl.float16), triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BDV] @ [BDV, BN] -> [BM, BN]
-    b_x = b_s * score_scale + (b_slope[:, None] * b_n + b_offset[:, None])
+    if ONLINE:
+        b_n += b_count[:, None]
+        b_x = b_s * score_scale + (b_slope[:, None] * b_n - b_ref[:, None])
+    else:
+        b_x = b_s * score_scale + (b_slope[:, None] * b_n + b_offset[:, None])
     b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
     if FLOAT32:
         b_p *= b_scale[:, None]
@@ -62,7 +66,8 @@ def _query_gradient_block(
         b_stays = hash32(b_row[:, None] ^ dropout_columns(SEED, o_k)[None, :]) >= drop_below.to(tl.uint32)
         b_dp = tl.where(b_stays, b_dp * drop_scale, 0.0)
     b_ds = b_p * (b_dp - b_inner[:, None])
-    b_n += b_count[:, None]
+    if not ONLINE:
+        b_n += b_count[:, None]
     b_dforget += tl.sum(b_ds * b_n, 1)
     if FLOAT32:
         b_surplus += tl.sum(b_ds, 1)
@@ -88,9 +93,10 @@ def query_gradient_kernel(
     """Repeat the forward's walk for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
     Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
-    n_rows]`, slope · (keys kept right of a key block) - REF; WALK_ENDS `[B H, row blocks, 2]`, the oldest and newest
-    key block read. The key blocks of that kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of
-    queries before their norm, which multiplied rows by NORM_FACTOR, and of gates before log σ.
+    n_rows]`, slope · (keys kept right of a key block) - REF, or their number less one if ONLINE; WALK_ENDS `[B H, row
+    blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long.
+    BEFORE_NORM: gradients are those of queries before their norm, which multiplied rows by NORM_FACTOR, and of gates
+    before log σ.
     """
     blocks = n_rows // BM
     i_bh, i_m = head_and_block(blocks, heads_sorted)
@@ -125,12 +131,15 @@ def query_gradient_kernel(
 
     p_offsets = OFFSETS + tl.cast(i_bh, tl.int64) * n_blocks * n_rows + i_m * BM + tl.arange(0, BM)
     if KEY_RATIO > 1:  # the newest block may begin inside one of the other kernel's
-        tl.store(p_offsets + tl.cast(newest // KEY_RATIO, tl.int64) * n_rows, -b_ref, mask=m_m & (newest >= 0))
+        b_first_offset = b_ref * 0.0 - 1.0 if ONLINE else -b_ref
+        tl.store(p_offsets + tl.cast(newest // KEY_RATIO, tl.int64) * n_rows, b_first_offset, mask=m_m & (newest >= 0))
     b_row = dropout_rows(SEED, o_row) if DROPOUT else o_m
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] >= o_n[None, :]).to(tl.float16)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dforget, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    if ONLINE:
+        b_count -= 1.0  # as in the forward; Σ dS is 0, so Σ dS n doesn't change
     b_surplus, b_distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     b_mean = tl.zeros([BM, BD], tl.float32) if FLOAT32 else b_inner
     for PHASE in tl.static_range(3 if RANGES else 2):
@@ -164,8 +173,9 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_gradient_block(
-    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_slope_inner, p_offsets,
-    i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
+    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total, p_slope_inner,
+    p_offsets, i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below,
+    drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
     THREADS: tl.constexpr, PRECISION: tl.constexpr,
@@ -190,7 +200,11 @@ def _key_gradient_block(
         b_one = tl.where(o_k[:, None] <= b_last[None, :], b_one, 0.0)
     b_ones = b_one.to(triangle.dtype)
     b_n = tl.dot(triangle, b_ones)  # [BN, BN] @ [BN, BM] -> [BN, BM]
-    b_x = b_s * score_scale + (b_slope[None, :] * b_n + b_offset[None, :])
+    if ONLINE:
+        b_ref = load_rows(p_ref, start, n_queries, BM, 0.0, EVEN, THREADS)
+        b_x = b_s * score_scale + (b_slope[None, :] * (b_n + b_offset[None, :]) - b_ref[None, :])
+    else:
+        b_x = b_s * score_scale + (b_slope[None, :] * b_n + b_offset[None, :])
     if triangle.dtype == tl.bfloat16 and not MASKED and not ONLINE:
         b_p = power(b_x, FLOAT32).to(tl.bfloat16) * b_ones
     else:
@@ -235,7 +249,7 @@ def _list_row_blocks(p_walk_ends, p_row_blocks, j, first, blocks, whole_from, RO
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["heads_sorted"])
 def key_gradient_kernel(
-    Q, K, V, FIRST, LAST, SEED, DOUT, TOTAL, NORM_FACTOR, DK, DV_OUT, SLOPE_INNER, OFFSETS, WALK_ENDS, ROW_BLOCKS,
+    Q, K, V, FIRST, LAST, SEED, DOUT, REF, TOTAL, NORM_FACTOR, DK, DV_OUT, SLOPE_INNER, OFFSETS, WALK_ENDS, ROW_BLOCKS,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_gb, stride_gh, stride_g,
     stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh, stride_dv,
@@ -272,7 +286,8 @@ def key_gradient_kernel(
         i_bh = i_b * heads + i_h
         p_q = Q + i_b * stride_qb + i_h * stride_qh
         p_do = DOUT + i_b * stride_gb + i_h * stride_gh
-        p_total, p_slope_inner = TOTAL + i_bh * n_queries, SLOPE_INNER + i_bh * n_queries * 2
+        p_ref, p_total = REF + i_bh * n_queries, TOTAL + i_bh * n_queries
+        p_slope_inner = SLOPE_INNER + i_bh * n_queries * 2
         p_offsets = OFFSETS + (i_bh * n_blocks + j) * n_rows - chunk
         # Row blocks from first_block on see a key of this block; from whole_from on every row sees all of them.
         first_block = tl.maximum(j * BN - (n_keys - n_queries) - chunk, 0) // BM
@@ -299,8 +314,8 @@ def key_gradient_kernel(
                     i_m = i_next * ROW_RATIO + index % ROW_RATIO
                     i_next = tl.load(p_row_blocks + tl.minimum(index + 1, end - 1) // ROW_RATIO)
                 b_dk, b_dv = _key_gradient_block(
-                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_total, p_slope_inner,
-                    p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
+                    b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total,
+                    p_slope_inner, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
                     score_scale, raw_threshold, drop_below, drop_scale,
                     D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, FLOAT32, DROPOUT, THREADS, PRECISION,
                 )  # fmt: skip

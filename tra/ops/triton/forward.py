@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tra.ops import choice
+from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import without_autocast
 from tra.ops.options import AttentionOptions
 from tra.ops.raw_threshold import raw_threshold
@@ -44,6 +45,7 @@ def triton_attention(
     reason = why_unavailable(query.device, query.dtype, max(query.shape[3], value.shape[3]))
     if reason is not None:
         raise RuntimeError(f"impl='triton' is not available: {reason}")
+    refuse_forward_mode("impl='triton'")
     call = choice.Call(query, key, value, log_forget, options)
     decoding = choice.choose(choice.WITHIN_TRITON, call) == "decode"
     first, last, key_mask = visible or (None, None, None)

@@ -47,14 +47,15 @@ def _forward_block(
     b_ones = b_one.to(triangle.dtype)
     b_n = tl.dot(b_ones, triangle)  # [BM, BN] @ [BN, BN] -> [BM, BN]: kept keys from j to the block's end
     if ONLINE:
-        b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count)[:, None])
+        b_x = b_s * score_scale + b_slope[:, None] * (b_n + b_count[:, None])
         b_x = tl.where(b_one > 0.0, b_x, float("-inf"))
         b_new = tl.maximum(b_ref, tl.max(b_x, 1))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_shrink = power(b_ref - b_safe, FLOAT32)
         b_p = power(b_x - b_safe[:, None], FLOAT32)
         b_total = b_total * b_shrink[:, None]
-        b_o = b_o * b_shrink[:, None]
+        if not FLOAT32:
+            b_o = b_o * b_shrink[:, None]
         b_ref = b_new
     else:
         b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count - b_ref)[:, None])
@@ -63,8 +64,13 @@ def _forward_block(
         else:
             b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
     b_v = load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)
-    if FLOAT32:
+    if FLOAT32:  # the output stays divided by the sum: values near the largest float would overflow in a sum of them
+        b_before = tl.max(b_total, 1)
         b_total += tl.sum(b_p, 1)[:, None]
+        b_sum = tl.max(b_total, 1)
+        b_part = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)
+        b_o = b_o * (b_before * b_part)[:, None]
+        b_p = b_p * b_part[:, None]
     else:
         b_total = tl.dot(b_p.to(b_v.dtype), tl.full([BN, 16], 1.0, b_v.dtype), b_total)  # [BM, BN] @ [BN, 16]
     b_count += kept_in_block(b_n)  # the count of the block's first key is the block's
@@ -133,7 +139,8 @@ def forward_kernel(
     """Let a block of queries walk its keys from right to left.
 
     Leaves per row: OUT; OUT_ERROR, what rounding OUT removed, which backward needs; REF and TOTAL, with weight =
-    exp(logit - REF) / TOTAL, or REF alone in half precision; STOP, the oldest key read.
+    exp(logit - REF) / TOTAL, or REF alone in half precision; STOP, the oldest key read. ONLINE: the reference is a
+    running maximum, and distances count one key less, in REF too (softmax doesn't see it).
     """
     i_bh, i_m = head_and_block(tl.cdiv(n_queries, BM), heads_sorted)
     start = i_m * BM
@@ -170,6 +177,8 @@ def forward_kernel(
     o_n = tl.arange(0, BN)
     triangle = (o_n[:, None] >= o_n[None, :]).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
     b_count = tl.zeros([BM], tl.float32)
+    if ONLINE:
+        b_count -= 1.0  # so that the nearest kept key's logit is its score, exactly, however steep the slope
     b_total16 = tl.zeros([BM, 16], tl.float32)  # of the weights as rounded as they meet the values, in every column
     b_o = tl.zeros([BM, BDV], tl.float32)
     j, steps = newest, newest * 0 + LARGE_INDEX
@@ -184,7 +193,8 @@ def forward_kernel(
     b_total = tl.max(b_total16, 1)
     b_empty = b_total == 0.0
     b_total = tl.where(b_empty, 1.0, b_total)
-    b_o = b_o / b_total[:, None]
+    if not FLOAT32:
+        b_o = b_o / b_total[:, None]
     if DROPOUT:
         b_o *= drop_scale
     store_tile(OUT + i_b * stride_ob + i_h * stride_oh, start, stride_o, n_queries, b_o, DV, BDV, BM)

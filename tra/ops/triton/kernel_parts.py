@@ -93,14 +93,14 @@ def slopes(p_forget, m_m, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, STEEPEST:
     """Load δ in the unit of logits.
 
     Where scores are bounded (not ONLINE), a slope of -STEEPEST already gives the nearest kept key all the weight.
-    Steeper ones are raised to it, so that powers of the logits right of that key don't overflow.
+    Steeper ones are raised to it, so that powers of the logits right of that key don't overflow. Else slopes only stay
+    finite when they are multiplied by a count.
     """
     b_slope = tl.load(p_forget, mask=m_m, other=0.0)
     if not FLOAT32:
         b_slope *= LOG2_E
-    if not ONLINE:
-        b_slope = tl.where(b_slope < -STEEPEST, -STEEPEST, b_slope)  # a maximum would hide a NaN
-    return b_slope
+    LIMIT: tl.constexpr = 1e30 if ONLINE else STEEPEST
+    return tl.where(b_slope < -LIMIT, -LIMIT, b_slope)  # a maximum would hide a NaN
 
 
 @triton.jit
