@@ -71,9 +71,9 @@ class OptimConfig:
     """Largest norm of the gradients; None: no limit."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or not 0 <= self.warmup <= 1 or self.weight_decay < 0:
-            raise ValueError(f"optim needs lr > 0, 0 <= warmup <= 1 and weight_decay >= 0, got {self}")
-        if self.clip is not None and self.clip <= 0:
+        if not 0 < self.lr < math.inf or not 0 <= self.warmup <= 1 or not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optim needs lr > 0, 0 <= warmup <= 1 and weight_decay >= 0, all finite, got {self}")
+        if self.clip is not None and not self.clip > 0:
             raise ValueError(f"optim.clip must be above 0 or null, got {self.clip}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"optim.beta1 and optim.beta2 must lie in [0, 1), got {self.beta1} and {self.beta2}")
@@ -107,9 +107,11 @@ class TrainConfig:
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; the last two are kept."""
+    max_nonfinite_steps: int = 3
+    """Logged steps in a row whose loss is not finite, at which the run ends. Its last good checkpoint is kept."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "log_every", "checkpoint_every"):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "checkpoint_every", "max_nonfinite_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} must be at least 1, got {getattr(self, name)}")
         if self.batch_size % self.accumulate:

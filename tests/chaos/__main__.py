@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.cases import KINDS, PROPERTIES, Case, Failure, Reference, cases_of, judge, observe
 from tests.chaos.known import KNOWN
@@ -84,7 +87,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--most", type=int, help="places of each kind and scenario, evenly spaced (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time (default: 1)")
     parser.add_argument("--minutes", type=float, help="begin no case after this time (default: run all)")
-    parser.add_argument("--report", type=Path, help="write failures to this file, a JSON line each")
+    parser.add_argument("--report", type=Path, help="write counts and failures to this file, as JSON")
     parser.add_argument("--keep", action="store_true", help="keep the folders")
     parser.add_argument("--list", action="store_true", help="list cases, and run none")
     parser.add_argument("--short", action="store_true", help="like --most 1, and without the longest scenarios")
@@ -178,10 +181,27 @@ def _tell(cases: Sequence[Case], done: list[int], failures: list[Failure], repor
             if new:
                 print(f"      before {first.change}\n      {first.detail}")
     if report is not None:
-        report.write_text(
-            "".join(json.dumps(failure._asdict() | {"known": _reason(failure)}) + "\n" for failure in failures)
-        )
+        report.write_text(json.dumps(_summary(len(cases), counts, failures, seconds), indent=2) + "\n")
     return 1 if any(_reason(failure) is None for failure in failures) else 0
+
+
+def _summary(cases: int, counts: Counter[str], failures: list[Failure], seconds: float) -> dict[str, Any]:
+    """Return what a run found, with the code and machine that it was found on."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "seconds": round(seconds),
+        "cases": cases,
+        "run": sum(counts.values()),
+        "kills": counts["kill"] + counts["kill-one"],
+        "half_writes": counts["half"],
+        "full_disks": counts["full"],
+        "races": counts["hold"],
+        "clocks": counts["clock"],
+        "planted": len(PLANTED),
+        "failures": [failure._asdict() | {"known": _reason(failure)} for failure in failures],
+    }
 
 
 if __name__ == "__main__":

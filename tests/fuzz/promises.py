@@ -25,6 +25,9 @@ ROW_KEYS = {
 }
 TEMPORARY = re.compile(r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|unpacked)$")
 
+NOTICE = re.compile(r"(.+: )?warning: |conflict: |.+: resuming at step [\d,]+$")
+"""Lines on stderr that are no error: what a command found, and did in spite of it."""
+
 
 def check(outcome: Outcome, before: Snapshot, after: Snapshot, intact: frozenset[bytes] = frozenset()) -> list[str]:
     """Return the signatures of all promises that a command broke.
@@ -52,7 +55,7 @@ def _check_speech(outcome: Outcome, verb: str) -> list[str]:
         return [f"Traceback on stderr of tra {verb}"]
     if status in (0, 143):
         return []
-    said = [line for line in outcome.stderr.splitlines() if not line.startswith(("warning: ", "conflict: "))]
+    said = [line for line in outcome.stderr.splitlines() if not NOTICE.match(line)]
     if status == 130 or (verb in ("suite merge", "suite run") and status == 1):
         return []
     is_one_line = len(said) == 1 and said[0].startswith("tra: ") and len(said[0]) > len("tra: ")

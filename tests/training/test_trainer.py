@@ -63,7 +63,7 @@ def test_a_run_is_a_folder(tmp_path: Path) -> None:
     assert result == (25, "done")
     assert [p.step for p in seen] == list(range(1, 26))
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "environment.json", "metrics.jsonl", "checkpoints", "model.safetensors"}
+    assert names == {"config.json", "environment.json", "metrics.jsonl", "checkpoints", "model.safetensors", "lock"}
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [5, 10, 15, 20, 25]
     for row in rows:

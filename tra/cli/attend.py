@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,8 @@ def run(options: argparse.Namespace) -> int:
         )
         file = out.with_name(f"{out.stem}-{run.path.name}.npz") if run in shipped else run.path / "attend.npz"
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_arrays(file, maps[-1]._asdict())
+        with contextlib.nullcontext() if run in shipped else run.lock():
+            write_arrays(file, maps[-1]._asdict())
         print(file)
     out.parent.mkdir(parents=True, exist_ok=True)
     draw_attention(maps, out)

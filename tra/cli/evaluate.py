@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -75,19 +76,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tra.runs import RunFolder
+    from tra.runs import SHIPPED, RunFolder
     from tra.text.task import Text
     from tra.training import pick_device
 
     device, run = pick_device(options.device), RunFolder.open(options.run)
     config = run.config()
     task = config.task.build()
-    if isinstance(task, Text):
-        _check_text_options(options, config)
-        _evaluate_text(options, run, config, task, device)
-    else:
-        _check_task_options(options, config)
-        _evaluate_task(options, run, config, task, device)
+    is_shipped = SHIPPED in run.path.resolve().parents  # the package's own runs are never written to
+    with contextlib.nullcontext() if is_shipped else run.lock():
+        if isinstance(task, Text):
+            _check_text_options(options, config)
+            _evaluate_text(options, run, config, task, device)
+        else:
+            _check_task_options(options, config)
+            _evaluate_task(options, run, config, task, device)
     return 0
 
 

@@ -126,11 +126,11 @@ def _explain(error: Exception) -> str | None:
     if (line := explain_failure(error)) is not None:
         return line
     from tra.text.prepare import NoSpaceError
-    from tra.training import DiskFullError, RankLostError
+    from tra.training import DiskFullError, NonFiniteError, RankLostError
 
     if isinstance(error, RankLostError):
         return f"{error}; go on with --resume"
-    return str(error) if isinstance(error, DiskFullError | NoSpaceError) else None
+    return str(error) if isinstance(error, DiskFullError | NonFiniteError | NoSpaceError) else None
 
 
 def _stop(line: str, status: int) -> NoReturn:

@@ -94,11 +94,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, parts: Suite, cells: list[Cell], out: Path) -> int:
     from tra.cli.suite_view import SuiteView
-    from tra.suite.archive import pack
+    from tra.suite.archive import check_pack_target, pack
     from tra.suite.local import run_suite
     from tra.suite.ray_engine import run_on_ray
     from tra.training import pick_device
 
+    if options.pack is not None:
+        check_pack_target(options.pack)
     pick_device(options.device)  # fails now rather than in every run
     if options.engine == "ray" and options.budget is not None:
         raise ValueError("--budget is for this machine; Ray's tasks run to their end")

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import itertools
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -179,10 +182,21 @@ def evaluate_run_text(
         put_row(run.perplexity_file, asdict(result), ("text", "window", "overlap", "precision"))
         if keep_losses:
             file = run.path / f"losses-{result.text}.npz"
-            arrays: dict[str, Any] = dict(np.load(file)) if file.is_file() else {}
+            arrays = _read_arrays(file)
             arrays[f"{result.window}/{result.overlap}"] = pack_losses(losses)
             write_arrays(file, arrays)
         yield result
+
+
+def _read_arrays(file: Path) -> dict[str, Any]:
+    """Return the arrays of an .npz that is to be written again, none if it doesn't exist. Damage is a ValueError."""
+    if not file.is_file():
+        return {}
+    try:
+        with np.load(file) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        raise ValueError(f"{file} is damaged, so nothing is added to it: {error}") from None
 
 
 STEPS_PER_ROOT = 56

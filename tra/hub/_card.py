@@ -11,7 +11,7 @@ import tra
 from tra.config import RunConfig
 from tra.report.markdown import table
 from tra.report.names import NAMES
-from tra.runs import RunFolder, exact_text, is_finite, length_text, read_rows, read_sessions
+from tra.runs import RunFolder, exact_text, is_finite, length_text, read_rows
 from tra.text.task import Text
 
 HEADER = """\
@@ -98,7 +98,7 @@ def _perplexities(row: dict[str, Any]) -> list[str]:
 def _origin(run: RunFolder) -> list[str]:
     """Return versions and commits of training and export, and the config."""
     lines = ["## Origin\n"]
-    for session in read_sessions(run.environment_file):
+    for session in run.sessions():
         version, commit, torch, device, started = (
             session.get(key, "unknown") for key in ("tra", "commit", "torch", "device", "started")
         )

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from tra.hub._card import model_card
 from tra.hub._tokenizer import run_tokenizer
 from tra.hub.model import TRAForCausalLM
-from tra.runs import RunFolder, locked_folder_beside
+from tra.runs import RunFolder, clear_folder_beside, locked_folder_beside, replace_folder
 from tra.tasks import Task, generator
 from tra.text.prepare import NoSpaceError
 from tra.text.task import Text
@@ -41,13 +41,9 @@ def export_run(
         tokenizer_files: The folder of GPT-2's files, see `load_tokenizer`.
     """
     target = Path(folder).resolve()
+    clear_folder_beside(target, "exporting")
     _check_target(target, overwrite)
-    try:
-        decoder = run.load_model()
-    except RuntimeError:
-        raise ValueError(
-            f"{run.weights_file} doesn't fit {run.config_file}: other weights, or another config"
-        ) from None
+    decoder = run.load_model()
     task = run.config().task.build()
     tokenizer = run_tokenizer(task, tokenizer_files)
     special = {
@@ -68,18 +64,26 @@ def export_run(
             (written / "README.md").write_text(model_card(run, target.name, model.num_parameters(), *_prompt(task)))
             _flush(written)
             _check_target(target, overwrite)  # another process may have written it since
-            if target.exists():
-                target.rename(temporary / "replaced")
-            written.rename(target)
-    except SafetensorError as error:
-        raise ValueError(f"{folder} can't be written: {error}") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            replace_folder(written, target, temporary)
+    except Exception as error:  # safetensors and tokenizers have kinds of their own for what the system reports
+        number = _system_error(error)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NoSpaceError(
-                f"the disk is full ({error.strerror}), writing {folder}; nothing is left of it"
+                f"the disk is full ({os.strerror(number)}), writing {folder}; nothing is left of it"
             ) from None
-        raise ValueError(f"{error.filename or folder}: {error.strerror}") from None
+        if number is not None or isinstance(error, SafetensorError):
+            filename = getattr(error, "filename", None)
+            raise ValueError(f"{filename or folder}: {os.strerror(number) if number else error}") from None
+        raise
     return model
+
+
+def _system_error(error: Exception) -> int | None:
+    """Return the number of a system error, also where a library of Rust has put it into words."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:

@@ -10,7 +10,7 @@ from tra.report.figures import links, write_figures
 from tra.report.markdown import read_notes, table
 from tra.report.names import FAILURES, name_of
 from tra.report.runs import EvaluatedRun, by_mechanism
-from tra.runs import length_text
+from tra.runs import length_text, write_atomically
 
 Groups = dict[str, list[EvaluatedRun]]
 
@@ -19,7 +19,7 @@ def write_comparison(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     """Write README.md, with notes.md taken in, and the figures, and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
     readme = out / "README.md"
-    readme.write_text(comparison_text(runs, read_notes(out)))
+    write_atomically(readme, comparison_text(runs, read_notes(out)))
     return [readme, *write_figures(runs, out)]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tra.runs import write_atomically
+
 DESCRIPTIONS = "index.json"
 
 OPENING = """# Results
@@ -16,7 +18,7 @@ what things are is written in [index.json](index.json)."""
 def write_index(folder: Path) -> Path:
     """Write the folder's README.md, and return its path."""
     readme = folder / "README.md"
-    readme.write_text(index_text(folder))
+    write_atomically(readme, index_text(folder))
     return readme
 
 

@@ -19,6 +19,7 @@ from tra.report.curves import perplexity_rows, ratio_of, texts_of, windows_of
 from tra.report.markdown import facts_table, grid, read_notes, table
 from tra.report.names import name_of
 from tra.report.runs import EvaluatedRun, by_mechanism
+from tra.runs import write_atomically
 
 POSITIONS_WINDOW = 4096
 """The window for which the loss is shown by position."""
@@ -37,7 +38,7 @@ def write_language(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     readme, perplexity, positions, training = (
         out / name for name in ("README.md", "perplexity.png", "places.png", "training.png")
     )
-    readme.write_text(language_text(runs, read_notes(out), out / "rates.tar.gz"))
+    write_atomically(readme, language_text(runs, read_notes(out), out / "rates.tar.gz"))
     texts = _texts(runs)
     draw_perplexity({text: perplexity_curves(runs, text) for text in texts}, _trained_window(runs), perplexity)
     if losses := losses_by_position(runs, texts[0]):

@@ -16,6 +16,7 @@ from PIL import Image
 
 from tra.report.curves import Curve
 from tra.report.names import COLOURS, NAMES, name_of
+from tra.runs import write_atomically
 
 __all__ = ["COLOURS", "NAMES", "SETTINGS", "save"]
 
@@ -47,13 +48,16 @@ def styled() -> Any:
 
 def save(figure: Any, path: Path) -> None:
     """Write and close a figure. A PNG gets a palette of 256 colours, which is a third of the bytes."""
-    if path.suffix.lower() == ".png":
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
+    kind = path.suffix.lower()[1:]
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    if kind == "png":
         whole = Image.open(drawn).convert("RGB")
-        whole.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True, dpi=whole.info.get("dpi"))
-    else:
-        figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        drawn = io.BytesIO()
+        whole.quantize(256, dither=Image.Dither.NONE).save(
+            drawn, format="png", optimize=True, dpi=whole.info.get("dpi")
+        )
+    write_atomically(path, drawn.getvalue())
     plt.close(figure)
 
 

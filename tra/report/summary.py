@@ -9,7 +9,7 @@ from tra.report.exact_match import draw_exact_match
 from tra.report.figures import links, write_figures
 from tra.report.markdown import facts_table, table
 from tra.report.runs import EvaluatedRun
-from tra.runs import exact_text, length_text
+from tra.runs import exact_text, length_text, write_atomically
 
 
 def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
@@ -17,7 +17,7 @@ def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     runs = {run.mechanism: run for run in runs_read}
     out.mkdir(parents=True, exist_ok=True)
     readme, exact = out / "README.md", out / "exact-match.png"
-    readme.write_text(summary_text(runs))
+    write_atomically(readme, summary_text(runs))
     first = runs_read[0]
     title = f"{first.task}, {first.metrics[-1]['step']:,} training steps"
     draw_exact_match({name: run.evaluation for name, run in runs.items()}, exact, title=title)

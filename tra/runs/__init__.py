@@ -5,31 +5,48 @@ Needs no torch: a report, or a script over many runs, starts at once.
 
 from tra.runs.attention_file import LEVELS, AttentionMaps, read_attention, weights_of
 from tra.runs.environment import environment
-from tra.runs.files import locked_folder_beside, write_arrays, write_atomically
+from tra.runs.files import TEMPORARY, atomic_file, flush_folder, remove_stale_files, write_arrays, write_atomically
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.intervals import bootstrap_interval, perplexity_ratio, wilson_interval
-from tra.runs.json_files import is_finite, read_json, read_sessions, row_problem
+from tra.runs.locks import LOCK, LockedError, folder_lock
+from tra.runs.replacing import (
+    clear_folder_beside,
+    locked_folder_beside,
+    new_locked_folder,
+    remove_unlocked_folder,
+    replace_folder,
+)
+from tra.runs.row_checks import is_finite, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 
 __all__ = [
     "LEVELS",
+    "LOCK",
     "SHIPPED",
+    "TEMPORARY",
     "AttentionMaps",
+    "LockedError",
     "RunFolder",
+    "atomic_file",
     "bootstrap_interval",
+    "clear_folder_beside",
     "environment",
     "exact_digits",
     "exact_text",
+    "flush_folder",
+    "folder_lock",
     "is_finite",
     "length_text",
     "locked_folder_beside",
     "mean_over_heads",
+    "new_locked_folder",
     "perplexity_ratio",
     "put_row",
     "read_attention",
-    "read_json",
     "read_rows",
-    "read_sessions",
+    "remove_stale_files",
+    "remove_unlocked_folder",
+    "replace_folder",
     "row_problem",
     "weights_of",
     "wilson_interval",

@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all, whatever happens meanwhile."""
+"""Write files whole or not at all, and remove what a killed process left of them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ import contextlib
 import fcntl
 import io
 import os
-import shutil
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.\d+\.tmp")
+"""Names of files that are being written: the name of the file, and the process that writes it."""
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that it always holds either its old content or the new one.
 
-    The content is written beside the file, flushed to the disk, and then moved there.
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a new, open file that takes the place of `path` at the end; an error leaves `path` as it was.
+
+    The content is written beside `path`, flushed to the disk, and then moved there.
     """
+    remove_stale_files(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    file = _open_locked(temporary)
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        with file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_folder(path.parent)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file so that it always holds either its old content or the new one."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
@@ -43,30 +52,59 @@ def write_arrays(file: Path, arrays: dict[str, Any]) -> None:
     write_atomically(file, content.getvalue())
 
 
-@contextlib.contextmanager
-def locked_folder_beside(folder: Path, doing: str, done: str) -> Iterator[Path]:
-    """Yield an empty, locked folder beside `folder`, to build its content in and move it from there.
+def remove_stale_files(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files that killed processes left in a folder, of all files or of the one called `name`.
 
-    What a killed process left there is removed first. The folder itself is removed at the end.
-
-    Args:
-        doing: Ends the name of the folder, as in "preparing".
-        done: Tells a second process why it is refused, as in "prepared".
+    A file that is still being written is locked by its process, and stays. Links are never followed.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.{doing}")
-    place.mkdir(exist_ok=True)
-    lock = os.open(place, os.O_RDONLY)
+    if not folder.is_dir():
+        return
+    for path in list(folder.iterdir()):
+        match = TEMPORARY.fullmatch(path.name)
+        if match is not None and name in (None, match["name"]):
+            _remove_if_unlocked(path)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is being {done} by another process") from None
-        try:
-            for path in list(place.iterdir()):
-                shutil.rmtree(path)
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
+        os.fsync(descriptor)
     finally:
-        os.close(lock)
+        os.close(descriptor)
+
+
+def is_same_file(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is still the one at `path`."""
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(descriptor)
+    return (opened.st_dev, opened.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    """Create a file and lock it, so that no other process takes it for a stale one."""
+    while True:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if is_same_file(descriptor, path):
+            return os.fdopen(descriptor, "wb")
+        os.close(descriptor)  # removed as stale before it was locked
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        with contextlib.suppress(OSError):  # locked, or not ours to remove
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if is_same_file(descriptor, path):
+                    path.unlink()
+    finally:
+        os.close(descriptor)

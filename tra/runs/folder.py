@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tra.runs.environment import environment
-from tra.runs.files import write_atomically
-from tra.runs.json_files import read_sessions
+from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
+from tra.runs.locks import LOCK, folder_lock
+from tra.runs.replacing import clear_folder_beside, locked_folder_beside, replace_folder
 
 if TYPE_CHECKING:
     import torch
@@ -52,35 +54,92 @@ class RunFolder:
 
         return RunConfig.load(self.config_file)
 
-    def start(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> RunConfig:
-        """Claim the folder for a new run, or on `resume` for the run that it holds, and return the run's config."""
-        from tra.config import differences
+    @contextlib.contextmanager
+    def claim(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> Iterator[RunConfig]:
+        """Claim the folder for a new run, or on `resume` for the run that it holds, and yield the run's config.
 
+        Within the context no other process writes to the folder, and what killed ones left is removed.
+        """
         if resume and overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
-        exists = self.path.exists() and any(self.path.iterdir())
-        if exists and overwrite:
-            if not self.config_file.is_file():
-                raise ValueError(f"{self.path} is not a run folder, so it is not overwritten")
-            shutil.rmtree(self.path)
-            exists = False
-        if exists and not resume:
+        full = self.path.resolve()
+        clear_folder_beside(full, "overwriting")
+        self._choose_config(config, resume, overwrite)  # refused now, before a folder is made
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(folder_lock(self.path))
+            chosen = self._choose_config(config, resume, overwrite)
+            if overwrite and self._is_used():
+                with locked_folder_beside(full, "overwriting", "overwritten") as place:
+                    new = place / "new"
+                    new.mkdir()
+                    RunFolder(new)._write_config(chosen)
+                    replace_folder(new, full, place)
+                    stack.close()  # the lock of the old folder; the new one is locked by its own
+                    stack.enter_context(folder_lock(self.path))
+            elif not self.config_file.is_file():
+                self._write_config(chosen)
+            stack.enter_context(self.lock())
+            yield chosen
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from writing to the folder, and remove what killed ones left."""
+        with folder_lock(self.path):
+            for folder in (self.path, self.checkpoint_folder):
+                remove_stale_files(folder)
+            yield
+
+    def start(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> RunConfig:
+        """Do what `claim` does, without keeping other processes away afterwards."""
+        with self.claim(config, resume=resume, overwrite=overwrite) as chosen:
+            return chosen
+
+    def _choose_config(self, config: RunConfig | None, resume: bool, overwrite: bool) -> RunConfig:
+        """Return the config of the run to start or resume. A ValueError if the folder may not be used for it."""
+        from tra.config import differences
+
+        has_config = self.config_file.is_file()
+        if self._is_used() and overwrite and not has_config:
+            raise ValueError(f"{self.path} is not a run folder, so it is not overwritten")
+        if self._is_used() and not resume and not overwrite:
             raise ValueError(f"{self.path} exists already: use --resume to go on, --overwrite to start anew")
-        if exists and self.config_file.is_file():
+        if has_config and resume:
             stored = self.config()
             if config is not None and config != stored:
                 changed = ", ".join(differences(stored.to_dict(), config.to_dict()))
                 raise ValueError(f"{self.path} was started with another config; it differs in {changed}")
             return stored
+        if resume and (self.weights_file.exists() or any(self.checkpoint_folder.glob("step-*"))):
+            raise ValueError(f"{self.path} has weights or checkpoints, but no config.json that says of which run")
         if config is None:
             raise ValueError(f"there is no run to resume in {self.path}")
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.config_file, json.dumps(config.to_dict(), indent=2) + "\n")
         return config
+
+    def _is_used(self) -> bool:
+        """Return whether the folder holds anything but the lock and temporary files."""
+        if not self.path.exists():
+            return False
+        return any(path.name != LOCK and not TEMPORARY.fullmatch(path.name) for path in self.path.iterdir())
+
+    def _write_config(self, config: RunConfig) -> None:
+        write_atomically(self.config_file, json.dumps(config.to_dict(), indent=2) + "\n")
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return the sessions that environment.json holds, none if it doesn't exist. Damage is a ValueError."""
+        if not self.environment_file.is_file():
+            return []
+        try:
+            sessions: list[dict[str, Any]] = json.loads(self.environment_file.read_bytes())["sessions"]
+            if isinstance(sessions, list) and all(isinstance(session, dict) for session in sessions):
+                return sessions
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise ValueError(f"{self.environment_file} is damaged: it must hold a list of sessions")
 
     def note_environment(self, device: torch.device, processes: int = 1) -> None:
         """Add this session to environment.json. A resumed run has several sessions."""
-        sessions = read_sessions(self.environment_file)
+        sessions = self.sessions()
         sessions.append(environment(device) | ({"processes": processes} if processes > 1 else {}))
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
@@ -90,18 +149,31 @@ class RunFolder:
 
         save_tensors(self.weights_file, dict(model.state_dict()), {"step": str(step)})
 
+    def read_weights(self) -> dict[str, torch.Tensor]:
+        """Return the trained weights by today's names. A ValueError if they are damaged, or don't fit the config."""
+        import torch
+
+        from tra.model import Decoder, rename_parameters
+        from tra.training.checkpoint import DamagedError, fits, load_tensors
+
+        try:
+            tensors = rename_parameters(load_tensors(self.weights_file)[0])
+        except DamagedError as error:
+            raise ValueError(str(error)) from None
+        with torch.device("meta"):  # names and shapes alone
+            expected = Decoder(self.config().model).state_dict()
+        if not fits(tensors, expected):
+            raise ValueError(f"{self.weights_file} doesn't fit {self.config_file}: other weights, or another config")
+        return tensors
+
     def load_model(self, device: torch.device | str = "cpu") -> Decoder:
         """Return the trained decoder, in float32 and evaluation mode."""
-        from tra.model import Decoder, rename_parameters
-        from tra.training.checkpoint import DamagedError, load_tensors
+        from tra.model import Decoder
 
         config = self.config()
         if not self.weights_file.is_file():
             raise ValueError(f"{self.path} has no model.safetensors yet: the run hasn't ended")
-        try:
-            tensors, _ = load_tensors(self.weights_file)
-        except DamagedError as error:
-            raise ValueError(str(error)) from None
+        tensors = self.read_weights()
         model = Decoder(config.model)
-        model.load_state_dict({name: tensor.float() for name, tensor in rename_parameters(tensors).items()})
+        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         return model.to(device).eval()

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tra.runs.files import write_atomically
-from tra.runs.json_files import row_problem
+from tra.runs.locks import folder_lock
+from tra.runs.row_checks import row_problem
+
+LOCK_SECONDS = 20.0
+"""Time to wait for another process that writes a row."""
 
 
 def read_rows(file: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -44,9 +48,13 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def put_row(file: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
-    """Add a row, and remove an earlier one that has the same values under `key`."""
-    others = [other for other in read_rows(file) if any(other.get(name) != row[name] for name in key)]
-    write_rows(file, [*others, row])
+    """Add a row, and remove an earlier one that has the same values under `key`.
+
+    The folder is locked meanwhile, so that rows of several processes add up.
+    """
+    with folder_lock(file.parent, wait=LOCK_SECONDS):
+        others = [other for other in read_rows(file) if any(other.get(name) != row[name] for name in key)]
+        write_rows(file, [*others, row])
 
 
 def exact_text(row: Mapping[str, Any]) -> str:

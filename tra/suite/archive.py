@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -11,39 +12,67 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs import RunFolder, read_sessions
+from tra.runs import (
+    LOCK,
+    TEMPORARY,
+    RunFolder,
+    atomic_file,
+    flush_folder,
+    new_locked_folder,
+    read_rows,
+    remove_unlocked_folder,
+)
 from tra.suite.state import state
+from tra.suite.unpacking import is_archive_of_runs, unpack
 
 MAX_WEIGHT_BYTES = 8 * 2**20
 """Size up to which files of weights and checkpoints are packed too."""
 
-NOT_PACKED = ("lock", "log.txt")
+LOG = "log.txt"
+"""Name of a file that is merged, but not packed."""
+
+MERGING = ".merging-"
+"""How the names of the folders begin in which archives are unpacked."""
 
 
 def pack(out: Path, file: Path) -> int:
     """Write all run folders under `out` to a .tar.gz, whole or not at all, and return how many."""
+    check_pack_target(file)
     folders = run_folders(out)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with tarfile.open(temporary, "w:gz") as archive:
-            for folder in folders:
-                for path in _files_to_pack(folder):
-                    archive.add(path, path.relative_to(out))
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with atomic_file(file) as packed, tarfile.open(fileobj=packed, mode="w:gz", dereference=True) as archive:
+        for folder in folders:
+            for path in _files_to_pack(folder):
+                archive.add(path, path.relative_to(out))
     return len(folders)
 
 
+def check_pack_target(file: Path) -> None:
+    """Refuse to write an archive over anything but an older archive of runs, or into a run folder."""
+    full = file.resolve()
+    for folder in full.parents:
+        if (folder / "config.json").is_file():
+            raise ValueError(f"{file} lies in the run folder {folder}: name an archive elsewhere")
+    if full.is_dir():
+        raise ValueError(f"{file} is a folder: name a file for the archive")
+    if full.exists() and full.stat().st_size > 0 and not is_archive_of_runs(full):
+        raise ValueError(f"{file} exists and is no archive of runs, so it is not overwritten")
+
+
 def run_folders(out: Path) -> list[Path]:
-    """Return the run folders directly under a folder."""
-    return sorted(path.parent for path in out.glob("*/config.json"))
+    """Return the run folders directly under a folder. Links to a config.json don't make one."""
+    return sorted(path.parent for path in out.glob("*/config.json") if path.is_file() and not path.is_symlink())
+
+
+def _regular_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a run folder, without links, locks and files that are being written."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_symlink() and path.is_file() and path.name != LOCK and not TEMPORARY.fullmatch(path.name):
+            yield path
 
 
 def _files_to_pack(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in NOT_PACKED and not path.name.startswith("."):
+    for path in _regular_files(folder):
+        if path.name != LOG and not path.name.startswith("."):
             is_large = path.suffix == ".safetensors" and path.stat().st_size > MAX_WEIGHT_BYTES
             if not is_large:
                 yield path
@@ -66,24 +95,28 @@ def merge(sources: Sequence[Path], out: Path) -> MergeResult:
     Of a cell that several sources have, the one with most progress is taken. A run that is in `out` already is never
     changed: equal results are skipped, others are a conflict.
     """
+    with _private_folder(out) as temporary:
+        parts = [_runs_of(source, temporary / str(number)) for number, source in enumerate(sources)]
+        return _take([folder for part in parts for folder in part], out, temporary)
+
+
+def _take(found: Sequence[Path], out: Path, temporary: Path) -> MergeResult:
+    """Copy to `out` what it doesn't have of these run folders."""
     merged = MergeResult([], [], [], [])
     furthest: dict[str, Path] = {}
     commits: dict[str, set[str]] = {}
-    for source in sources:
-        for folder in run_folders(_folder_of(source, out)):
-            known = furthest.get(folder.name)
-            if known is not None and _progress(known) == _progress(folder) and not _have_same_results(known, folder):
-                if state(folder).status == "done":
-                    merged.conflicts.append(f"{folder.name}: {folder.parent} and {known.parent} have other results")
-                continue
-            if known is None or _progress(folder) > _progress(known):
-                furthest[folder.name] = folder
-    out.mkdir(parents=True, exist_ok=True)
+    for folder in found:
+        known = furthest.get(folder.name)
+        if known is not None and _progress(known) == _progress(folder) and not _have_same_results(known, folder):
+            if state(folder).status == "done":
+                merged.conflicts.append(f"{folder.name}: {folder.parent} and {known.parent} have other results")
+            continue
+        if known is None or _progress(folder) > _progress(known):
+            furthest[folder.name] = folder
     for name, folder in sorted(furthest.items()):
-        for session in _sessions(folder):
+        for session in RunFolder(folder).sessions():
             commits.setdefault(str(session.get("commit")), set()).add(name)
-        if not (out / name).exists():
-            _copy(folder, out / name)
+        if not (out / name).exists() and _copy(folder, out / name, temporary / "copy"):
             merged.taken.append(name)
         elif _have_same_results(folder, out / name):
             merged.present.append(name)
@@ -92,30 +125,37 @@ def merge(sources: Sequence[Path], out: Path) -> MergeResult:
     if len(commits) > 1:
         counts = ", ".join(f"{commit} ({len(names)})" for commit, names in sorted(commits.items()))
         merged.warnings.append(f"the runs come from different versions of the code: {counts}")
-    shutil.rmtree(out / ".unpacked", ignore_errors=True)
     return merged
 
 
-def _folder_of(source: Path, out: Path) -> Path:
-    """Return a source's folder of runs; an archive is unpacked below `out`."""
+def _runs_of(source: Path, temporary: Path) -> list[Path]:
+    """Return a source's run folders; an archive is unpacked to `temporary`."""
     if source.is_dir():
-        return source
+        return run_folders(source)
     if not source.is_file():
         raise ValueError(f"there is no folder or archive {source}")
-    folder = out / ".unpacked" / hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:8]
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    temporary.mkdir()
+    unpack(source, temporary)
+    return run_folders(temporary)
+
+
+@contextlib.contextmanager
+def _private_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder in `out` for this merge alone; it is removed at the end, and so is `out` if nothing came in.
+
+    Other merges' folders stay while they are locked; those of killed ones are removed.
+    """
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    for path in out.glob(f"{MERGING}*"):
+        remove_unlocked_folder(path)
     try:
-        with tarfile.open(source) as archive:
-            archive.extractall(folder, filter="data")
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise ValueError(f"{source} is no archive of runs: {error}") from None
-    return folder
-
-
-def _sessions(folder: Path) -> list[dict[str, str]]:
-    file = RunFolder(folder).environment_file
-    return read_sessions(file)
+        with new_locked_folder(out, MERGING) as temporary:
+            yield temporary
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
 
 
 def _progress(folder: Path) -> tuple[bool, int]:
@@ -129,7 +169,7 @@ def _results(folder: Path) -> dict[str, bytes]:
     found = {}
     for file in (run.config_file, run.evaluation_file, run.diagnosis_file, run.perplexity_file):
         if file.is_file():
-            rows = [json.loads(line) for line in file.read_text().splitlines()] if file.suffix == ".jsonl" else []
+            rows = read_rows(file) if file.suffix == ".jsonl" else []
             for row in rows:
                 for name in ("seconds", "device"):
                     row.pop(name, None)
@@ -141,8 +181,22 @@ def _have_same_results(one: Path, other: Path) -> bool:
     return _results(one) == _results(other) and state(one).step == state(other).step
 
 
-def _copy(folder: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(folder, temporary, ignore=shutil.ignore_patterns("lock"))
-    temporary.rename(target)
+def _copy(folder: Path, target: Path, temporary: Path) -> bool:
+    """Copy the regular files of a run folder, and return whether no other process made `target` meanwhile."""
+    temporary.mkdir()
+    for path in _regular_files(folder):
+        copied = temporary / path.relative_to(folder)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as source, copied.open("xb") as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
+            os.fsync(file.fileno())
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        shutil.rmtree(temporary)
+        return False
+    flush_folder(target.parent)
+    return True

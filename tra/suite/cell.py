@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
@@ -10,18 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from tra.errors import explain_failure, one_line
 from tra.evaluation import diagnose_run, diagnose_task, evaluate_run, evaluate_run_text, evaluate_task, evaluate_text
 from tra.model import Decoder
-from tra.runs import RunFolder
+from tra.runs import LockedError, RunFolder, folder_lock
 from tra.suite.cell_process import CUT_OFF
 from tra.suite.state import missing
 from tra.text.task import Text
-from tra.training import Progress, pick_device, train
+from tra.training import DiskFullError, NonFiniteError, Progress, pick_device, train
 
 LOCK_SECONDS = 20.0
 """Time to wait for another process that still works on the cell, and may be saving."""
@@ -30,7 +28,7 @@ LOCK_SECONDS = 20.0
 def run_cell(folder: Path, device_name: str | None, seconds: float | None = None) -> int:
     """Run a cell and return the exit status. Bad input, and failures of the machine, are one line of the log."""
     try:
-        return _train_and_measure(folder, device_name, seconds)
+        return _run_locked(folder, device_name, seconds)
     except Exception as error:
         line = str(error) if isinstance(error, ValueError) else explain_failure(error)
         if line is None:
@@ -39,20 +37,24 @@ def run_cell(folder: Path, device_name: str | None, seconds: float | None = None
         return 1
 
 
-def _train_and_measure(folder: Path, device_name: str | None, seconds: float | None) -> int:
+def _run_locked(folder: Path, device_name: str | None, seconds: float | None) -> int:
     """Train to the end, measure what is missing, or stop in time; print progress and return the exit status."""
     deadline = None if seconds is None else time.monotonic() + seconds
     device, run = pick_device(device_name), RunFolder(folder)
+    try:
+        with folder_lock(folder, wait=LOCK_SECONDS):
+            return _train_and_measure(run, device, seconds, deadline)
+    except LockedError:
+        print("another process works on this cell", flush=True)
+        return CUT_OFF
 
+
+def _train_and_measure(run: RunFolder, device: torch.device, seconds: float | None, deadline: float | None) -> int:
     def print_loss(progress: Progress) -> None:
         if progress.metrics is not None:
             print(f"step {progress.step} loss {progress.metrics['loss']:.4f}", flush=True)
 
-    lock = (folder / "lock").open("w")
-    if not _lock(lock):
-        print("another process works on this cell", flush=True)
-        return CUT_OFF
-    result = train(None, folder, resume=True, time_limit=seconds, device=device, progress=print_loss)
+    result = train(None, run.path, resume=True, time_limit=seconds, device=device, progress=print_loss)
     if not result.done:
         print(f"stopped at step {result.step}: {result.reason}", flush=True)
         return CUT_OFF if result.reason == "time limit" else 143
@@ -62,19 +64,6 @@ def _train_and_measure(folder: Path, device_name: str | None, seconds: float | N
             print("stopped between two measurements: time limit", flush=True)
             return CUT_OFF
     return 0
-
-
-def _lock(lock: IO[str]) -> bool:
-    """Lock a file, and return whether that worked in time."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
 
 
 def _end_with_parent() -> None:
@@ -110,7 +99,16 @@ def _measure(run: RunFolder, model: Decoder, device: torch.device) -> Iterator[s
             yield f"{diagnosis.split}: diagnosed"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the cell that the command line names. What may go wrong ends in one line of the log, not in a traceback."""
     _end_with_parent()
-    device_given = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-" else None
-    raise SystemExit(run_cell(Path(sys.argv[1]), device_given, float(sys.argv[3]) if len(sys.argv) > 3 else None))
+    device = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-" else None
+    try:
+        return run_cell(Path(sys.argv[1]), device, float(sys.argv[3]) if len(sys.argv) > 3 else None)
+    except (ValueError, OSError, DiskFullError, NonFiniteError) as error:
+        print(error, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

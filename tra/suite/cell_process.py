@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs import RunFolder
+from tra.runs import LockedError, RunFolder
 from tra.suite.grid import Cell
 from tra.suite.state import clear_failure, is_done, read_failure, record_failure
 
@@ -44,9 +45,11 @@ def prepare_cells(cells: Sequence[Cell], out: Path, retry: bool, reports: Report
     waiting = []
     for cell in cells:
         folder = out / cell.folder
-        RunFolder(folder).start(cell.config, resume=True, overwrite=False)
+        with contextlib.suppress(LockedError):  # by another process that works on the cell
+            RunFolder(folder).start(cell.config, resume=True, overwrite=False)
         failure = read_failure(folder)
         if is_done(folder):
+            clear_failure(folder)
             reports.add(Report(cell.name, "skipped"))
         elif failure is not None and not retry:
             reports.add(Report(cell.name, "failed", 0.0, failure["last_lines"]))
@@ -90,4 +93,6 @@ def report_end(cell: Cell, out: Path, status: int, seconds: float, stopped: bool
         return Report(cell.name, "done", seconds)
     if status == CUT_OFF or stopped:
         return Report(cell.name, "cut off", seconds)
+    if is_done(out / cell.folder):  # killed after it had written its last result
+        return Report(cell.name, "done", seconds)
     return Report(cell.name, "failed", seconds, record_failure(out / cell.folder, status))

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from tra.attention import MECHANISMS
 from tra.evaluation.exact_match import chosen_splits
 from tra.evaluation.perplexity import windows_that_fit
-from tra.runs import RunFolder, read_json, read_rows, write_atomically
+from tra.runs import RunFolder, read_rows, write_atomically
 from tra.text.task import Text
 
 LOG_LINES = 5
@@ -64,19 +64,42 @@ def missing(run: RunFolder) -> Missing:
 def is_done(folder: Path) -> bool:
     """Return whether a cell is trained, and measured in everything its config asks for."""
     run = RunFolder(folder)
-    return run.config_file.is_file() and run.weights_file.is_file() and missing(run).nothing
+    return run.config_file.is_file() and run.weights_file.is_file() and missing(run).nothing and _has_weights(run)
+
+
+def _has_weights(run: RunFolder) -> bool:
+    """Return whether the weights are intact and fit the config. Files that have not changed are read once."""
+    facts = run.weights_file.stat()
+    key = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+    if key not in _intact:
+        try:
+            run.read_weights()
+        except ValueError:
+            return False
+        _intact.add(key)
+    return True
+
+
+_intact: set[tuple[int, int, int, int]] = set()  # files of weights that were read and found intact
 
 
 def state(folder: Path) -> State:
     """Return how far a cell has come."""
     run = RunFolder(folder)
-    rows = read_rows(run.metrics_file, ("step",))
-    step = int(rows[-1]["step"]) if rows else 0
+    rows = read_rows(run.metrics_file)
+    step = _last_step(run, rows)
     if is_done(folder):
         return State("done", step)
     if (failure := read_failure(folder)) is not None:
         return State("failed", step, failure["last_lines"])
     return State("cut off" if rows or run.weights_file.is_file() else "waiting", step)
+
+
+def _last_step(run: RunFolder, rows: list[dict[str, Any]]) -> int:
+    step = rows[-1].get("step") if rows else 0
+    if not isinstance(step, int):
+        raise ValueError(f"{run.metrics_file} is damaged: its last row has no step")
+    return step
 
 
 def record_failure(folder: Path, status: int) -> str:
@@ -93,10 +116,11 @@ def read_failure(folder: Path) -> dict[str, Any] | None:
     file = folder / "failed.json"
     if not file.is_file():
         return None
-    failure = read_json(file, dict)
-    if not isinstance(failure.get("last_lines"), str):
-        raise ValueError(f"{file} is damaged: it has no last_lines")
-    return failure
+    try:
+        failure: dict[str, Any] = json.loads(file.read_bytes())
+        return {"status": failure["status"], "last_lines": str(failure["last_lines"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{file} is damaged: it must hold a status and last_lines") from None
 
 
 def clear_failure(folder: Path) -> None:

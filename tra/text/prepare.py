@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.runs import locked_folder_beside
+from tra.runs import clear_folder_beside, locked_folder_beside, replace_folder
 from tra.text.encode import encode_parts
 from tra.text.sources import Source, find_sources
 from tra.text.store import FILES, SPLITS, StoreWriter
@@ -51,6 +51,7 @@ def prepare(
         raise ValueError(f"hold_out must not be negative, got {hold_out}")
     folder = Path(folder)
     target = folder.resolve()
+    clear_folder_beside(target, "preparing")
     _check_target(target, overwrite)
     splits = find_sources(sources, format)
     if hold_out and len(splits) > 1:
@@ -69,7 +70,7 @@ def prepare(
                 )
                 manifests |= {str(folder / path.relative_to(temporary / "store")): facts for path, facts in written}
             _check_target(target, overwrite)  # another process may have made it meanwhile
-            _replace(target, temporary)
+            replace_folder(temporary / "store", target, temporary)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             message = f"the disk is full ({error.strerror}), writing {folder}; nothing is left of it"
@@ -143,15 +144,3 @@ def _other_content(folder: Path) -> str | None:
             if file.name not in FILES:
                 return file.name
     return None
-
-
-def _replace(folder: Path, temporary: Path) -> None:
-    """Move the finished stores into place, and an old folder out of the way, to be deleted."""
-    if folder.exists():
-        folder.rename(temporary / "replaced")
-    (temporary / "store").rename(folder)
-    parent = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)

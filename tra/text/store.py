@@ -83,6 +83,7 @@ class TokenStore:
             shape = (store.manifest["documents"], 3)
             if store.documents.shape != shape or store.documents.dtype != np.int64:
                 raise ValueError(f"{documents} is damaged: shape {store.documents.shape} instead of {shape}")
+            _check_documents(documents, store.documents, store.manifest["tokens"])
             for file in (tokens, documents):
                 wanted = verify if verify is not None else file.stat().st_size < VERIFIED_BYTES
                 if wanted and digest(file) != store.manifest["sha256"][file.name]:
@@ -185,6 +186,16 @@ class StoreWriter:
             text.flush()
             os.fsync(text.fileno())
         return manifest
+
+
+def _check_documents(file: Path, table: npt.NDArray[np.int64], tokens: int) -> None:
+    """Check that documents begin at 0, one after another, and within the stream. Looks at a part of them at a time."""
+    last = -1
+    for start in range(0, len(table), _BLOCK):
+        begins = table[start : start + _BLOCK, 0]
+        if (begins <= np.concatenate([[last], begins[:-1]])).any() or begins[-1] >= tokens or table[0, 0] != 0:
+            raise ValueError(f"{file} is damaged: its documents don't follow one another within {tokens:,} tokens")
+        last = begins[-1]
 
 
 def digest(path: Path) -> str:

@@ -3,12 +3,13 @@
 from tra.training.checkpoint import DamagedError
 from tra.training.device import pick_device
 from tra.training.distributed import RankLostError, is_first
-from tra.training.stopping import DiskFullError
+from tra.training.stopping import DiskFullError, NonFiniteError
 from tra.training.trainer import Progress, Result, Trainer, train
 
 __all__ = [
     "DamagedError",
     "DiskFullError",
+    "NonFiniteError",
     "Progress",
     "RankLostError",
     "Result",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from tra.model import rename_parameters
 from tra.runs import write_atomically
 
 KEPT_CHECKPOINTS = 2
@@ -47,9 +48,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read and verify a file of `save_tensors`."""
     try:
         with safe_open(path, "pt") as file:
-            metadata: dict[str, str] = json.loads((file.metadata() or {}).get("tra", "{}"))
+            metadata: dict[str, str] = dict(json.loads((file.metadata() or {}).get("tra", "{}")))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path} can't be read: {error}") from None
     if metadata.pop("digest", None) != _digest(tensors, metadata):
         raise DamagedError(f"{path} is damaged: its contents don't match its digest")
@@ -71,15 +72,42 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.safetensors"))
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], None] = warnings.warn) -> State | None:
-    """Return the newest intact checkpoint, or None. A damaged one is skipped with a warning."""
+def load_checkpoint(
+    folder: Path, warn: Callable[[str], None] = warnings.warn, model: Mapping[str, Tensor] | None = None
+) -> State | None:
+    """Return the newest intact checkpoint, or None. A damaged one is skipped with a warning.
+
+    Args:
+        model: The state of the model that goes on. A checkpoint of another model is skipped too; if there are only
+            such ones, that is a ValueError.
+    """
+    other: Path | None = None
     for path in reversed(checkpoints(folder)):
         try:
             tensors, metadata = load_tensors(path)
-            return State(int(metadata["step"]), tensors)
+            state = State(int(metadata["step"]), rename_parameters(tensors))
         except DamagedError as error:
             warn(f"{error}; using the checkpoint before")
+        except (KeyError, ValueError):
+            warn(f"{path} is damaged: it has no step; using the checkpoint before")
+        else:
+            if model is None or fits(checkpoint_part(state, "model."), model):
+                return state
+            warn(f"{path} is of another model; using the checkpoint before")
+            other = path
+    if other is not None:
+        raise ValueError(f"{other} is of another model than the run's, and no other checkpoint is intact")
     return None
+
+
+def fits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Return whether names and shapes are those that are expected."""
+    return {name: x.shape for name, x in tensors.items()} == {name: x.shape for name, x in expected.items()}
+
+
+def checkpoint_part(state: State, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): x for name, x in state.tensors.items() if name.startswith(prefix)}
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

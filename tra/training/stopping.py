@@ -1,4 +1,4 @@
-"""What may end a run early: signals, which it obeys between two steps, and a full disk."""
+"""What may end a run early: signals, which it obeys between two steps, a full disk, and numbers that overflow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from tra.training.checkpoint import load_checkpoint
 
 class DiskFullError(Exception):
     """The disk is full. What was saved before is intact."""
+
+
+class NonFiniteError(Exception):
+    """The loss or the weights are infinite or not a number. The last good checkpoint is kept."""
 
 
 class StopRequest:

@@ -6,27 +6,29 @@ optimizer state and that number. On a CPU a resumed run ends with the same bits 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from tra.config import RunConfig
-from tra.model import Decoder, rename_parameters
+from tra.model import Decoder
 from tra.runs import RunFolder, read_rows, write_rows
 from tra.tasks import Batch, Task, stream_seed
-from tra.training.checkpoint import State, load_checkpoint, save_checkpoint
+from tra.training.checkpoint import State, checkpoint_part, load_checkpoint, save_checkpoint
 from tra.training.device import pick_device
 from tra.training.distributed import RankLostError, Ranks, join_processes, local_device
 from tra.training.loss import COUNTS
 from tra.training.optimizer import adamw, allocate_state, load_optimizer_tensors, optimizer_tensors, set_rate
 from tra.training.step import make_step
-from tra.training.stopping import catch_stop_signals, explain_full_disk
+from tra.training.stopping import NonFiniteError, catch_stop_signals, explain_full_disk
 
 DEAD_NULL_RATE = 0.99
 """Fraction of queries without any kept key above which a head is reported as dead."""
@@ -88,19 +90,31 @@ def train(
             ranks.check_batch(config.train)
             config.check_model()
             config.task.build().check_data()
-        chosen = run.start(config, resume=resume, overwrite=overwrite)
+        chosen = claim.enter_context(run.claim(config, resume=resume, overwrite=overwrite))
         ranks.check_batch(chosen.train)
-        is_finished = resume and run.weights_file.is_file()
+        is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
         if not is_finished:
             run.note_environment(device, ranks.world)
         return chosen, is_finished
 
-    with join_processes(device) as ranks, explain_full_disk(run):
+    with join_processes(device) as ranks, explain_full_disk(run), contextlib.ExitStack() as claim:
         chosen, is_finished = ranks.run_on_first(claim_folder)
         if is_finished:
             return Result(chosen.train.steps, "done")
         trainer = Trainer(chosen, run, device, progress if ranks.is_first else lambda _: None, ranks)
         return trainer.run_until(None if time_limit is None else started + time_limit)
+
+
+def _has_final_weights(run: RunFolder, report: Callable[[str], None]) -> bool:
+    """Return whether the run is finished. Damaged weights, and those of another model, are reported and don't count."""
+    if not run.weights_file.is_file():
+        return False
+    try:
+        run.read_weights()
+    except ValueError as error:
+        report(f"warning: {error}; training to the end again")
+        return False
+    return True
 
 
 class Trainer:
@@ -127,6 +141,7 @@ class Trainer:
         self.step = 0
         self.saved_at = -1  # step of the newest checkpoint
         self.saving_seconds = 0.0
+        self.nonfinite_logs = 0  # log lines in a row whose loss is not finite
         self._restore()
         size = self.task.size("train")
         self._step_function = make_step(self.model, self.optimizer, config, size, device, self.ranks)
@@ -156,6 +171,8 @@ class Trainer:
                 slowest = max(slowest, time.monotonic() - now)
                 if self.step % train.checkpoint_every == 0 and self.step < train.steps:
                     self._save()
+        if not self._is_finite():
+            self._end_nonfinite("the weights are")
         if self.ranks.is_first:
             self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
@@ -214,6 +231,9 @@ class Trainer:
         if self.ranks.is_first:
             with self.run.metrics_file.open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
+        self.nonfinite_logs = 0 if math.isfinite(loss) else self.nonfinite_logs + 1
+        if self.nonfinite_logs >= self.config.train.max_nonfinite_steps:
+            self._end_nonfinite("the loss is")
         return metrics
 
     def _statistics(self) -> dict[str, list[list[float]]]:
@@ -228,8 +248,8 @@ class Trainer:
         }
 
     def _save(self) -> None:
-        """Write a checkpoint, unless this step has one."""
-        if self.saved_at == self.step or not self.ranks.is_first:
+        """Write a checkpoint, unless this step has one, or its weights are not finite."""
+        if self.saved_at == self.step or not self.ranks.is_first or not self._is_finite():
             return
         begun = time.monotonic()
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -238,6 +258,17 @@ class Trainer:
             tensors |= {f"optimizer.{name}": value for name, value in state.items()}
         save_checkpoint(self.run.checkpoint_folder, State(self.step, tensors | {"window": self.window}))
         self.saved_at, self.saving_seconds = self.step, time.monotonic() - begun
+
+    def _is_finite(self) -> bool:
+        """Return whether all weights are finite."""
+        return bool(torch.stack([value.isfinite().all() for value in self.model.state_dict().values()]).all())
+
+    def _end_nonfinite(self, what: str) -> NoReturn:
+        """End the run in all processes, of which the first says why."""
+        if not self.ranks.is_first:
+            raise SystemExit(1)
+        kept = f"the checkpoint of step {self.saved_at:,} is kept" if self.saved_at >= 0 else "there is no checkpoint"
+        raise NonFiniteError(f"{self.run.path}: {what} not finite at step {self.step:,}, so the run has ended; {kept}")
 
     def _restore(self) -> None:
         """Go back to the newest checkpoint, which the first process reads for all."""
@@ -252,25 +283,20 @@ class Trainer:
             self.ranks.copy_from_first([*self.model.state_dict().values(), self.window, *state.values()])
 
     def _read_checkpoint(self) -> None:
-        state = load_checkpoint(self.run.checkpoint_folder, lambda text: self._report(f"warning: {text}"))
-        rows = [
-            row
-            for row in read_rows(self.run.metrics_file, ("step",))
-            if state is not None and row["step"] <= state.step
-        ]
+        def warn(text: str) -> None:
+            self._report(f"warning: {text}")
+
+        state = load_checkpoint(self.run.checkpoint_folder, warn, self.model.state_dict())
         if self.run.metrics_file.is_file():  # steps after the checkpoint will be logged again
-            write_rows(self.run.metrics_file, rows)
+            rows = read_rows(self.run.metrics_file)
+            if not all(isinstance(row.get("step"), int) for row in rows):
+                raise ValueError(f"{self.run.metrics_file} is damaged: a row has no step")
+            write_rows(self.run.metrics_file, [row for row in rows if state is not None and row["step"] <= state.step])
         if state is None:
             return
-
-        tensors = rename_parameters(state.tensors)
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-        self.model.load_state_dict(part("model."))
+        self.model.load_state_dict(checkpoint_part(state, "model."))
         if state.step > 0:
-            load_optimizer_tensors(self.model, self.optimizer, part("optimizer."))
+            load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))
         self.window.copy_(state.tensors["window"])
         self.step = self.saved_at = state.step
         self._report(f"resuming at step {state.step:,}")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tra.report.page.data import page_data
 from tra.report.runs import Problem
+from tra.runs import write_atomically
 
 __all__ = ["Problem", "page_text", "write_page"]
 
@@ -32,7 +33,7 @@ def write_page(folders: Sequence[Path], out: Path) -> list[Problem]:
         raise ValueError(f"{out} is a folder: the page is a file")
     data, problems = page_data(folders, out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page_text(data), encoding="utf-8", newline="\n")
+    write_atomically(out, page_text(data))
     return problems
 
 

@@ -1,15 +1,11 @@
-"""Read the JSON files of a run, and check the shape and the types of what they hold."""
+"""Check the types of what a row of metrics or results holds."""
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 NUMBERS: dict[str, tuple[str, ...]] = {
     "metrics.jsonl": ("step", "loss"),
@@ -25,29 +21,6 @@ WORDS: dict[str, tuple[str, ...]] = {
     "perplexity.jsonl": ("text", "overlap"),
 }
 """Strings that a row of a file must have."""
-
-
-def read_json(file: Path, kind: type[T]) -> T:
-    """Return what a JSON file holds. If it can't be read, or is not of that kind, a ValueError names the file."""
-    try:
-        value = json.loads(file.read_bytes().decode())
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, thousands of digits, nested too deeply
-        raise ValueError(f"{file} is damaged: {error}") from None
-    if not isinstance(value, kind):
-        raise ValueError(f"{file} is damaged: it must hold a {kind.__name__}, got a {type(value).__name__}")
-    return value
-
-
-def read_sessions(file: Path) -> list[dict[str, Any]]:
-    """Return the sessions of an environment.json; none if there is no file."""
-    if not file.is_file():
-        return []
-    sessions = read_json(file, dict).get("sessions")
-    if not isinstance(sessions, list) or not all(isinstance(session, dict) for session in sessions):
-        raise ValueError(f"{file} is damaged: its sessions must be a list of objects, got {reprlib.repr(sessions)}")
-    return sessions
 
 
 def row_problem(file: str, row: Any, needed: Sequence[str] | None = None) -> str | None:
