@@ -150,7 +150,7 @@ def _attempt(
     after = snapshot(sandbox.root)
     if before != after:
         sandbox.is_fresh = False
-    return outcome, check(outcome, before, after, _intact(sandbox))
+    return outcome, check(outcome, before, after, _intact(sandbox), _first_snapshot(sandbox))
 
 
 _FIRST: dict[Path, Snapshot] = {}

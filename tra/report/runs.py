@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tra.report.names import NAMES
-from tra.runs import RunFolder, row_problem
+from tra.runs import RunFolder, is_finite, row_problem
 
 Row = dict[str, Any]
+
+TABLE_FACTS = ("train.batch_size", "optim.lr", "model.n_layers", "model.n_heads", "model.d_model")
+"""Numbers of a config that tables show."""
 
 
 class Problem(NamedTuple):
@@ -105,6 +108,7 @@ def read_run(folder: Path) -> EvaluatedRun:
         run, notes = _load(folder)
     except ValueError as error:
         raise ValueError(f"{folder} can't be reported: {error}") from None
+    _check_facts(run)
     results = "perplexity.jsonl" if run.is_text else "eval.jsonl"
     if not (run.perplexity if run.is_text else run.evaluation):
         raise ValueError(f"{folder} can't be reported: it has no {results}; run tra evaluate {folder} first")
@@ -194,6 +198,23 @@ def _check_config(config: Any) -> None:
             raise ValueError(f"config.json is damaged: no {section}.{key}")
     if not isinstance(config["task"].setdefault("arguments", {}), dict):
         raise ValueError("config.json is damaged: task.arguments is not an object")
+
+
+def _check_facts(run: EvaluatedRun) -> None:
+    """Check what tables show of a run's config and of its last session."""
+    for dotted in TABLE_FACTS:
+        section, _, key = dotted.partition(".")
+        part = run.config.get(section)
+        if not isinstance(part, dict) or not is_finite(part.get(key)):
+            raise ValueError(f"{run.name} can't be reported: config.json is damaged: no {dotted}")
+    if not run.sessions:
+        return
+    arguments = run.environment.get("arguments")
+    if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
+        raise ValueError(f"{run.name} can't be reported: environment.json is damaged: no arguments")
+    for key in ("device", "torch", "commit"):
+        if key not in run.environment:
+            raise ValueError(f"{run.name} can't be reported: environment.json is damaged: no {key}")
 
 
 def _read_rows(file: Path, notes: dict[str, str]) -> list[Row]:
