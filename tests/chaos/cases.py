@@ -215,6 +215,7 @@ def _lost(scenario: Scenario, reference: Reference, now: Snapshot, whole: list[s
             lost.append(f"{path} is lost")
     if scenario.replaces is not None:
         old = {path for path in part(before, scenario.replaces) if path[-1] != "/" and "environment" not in path}
+        old.discard(f"{scenario.replaces}/lock")
         there = {path for path in old if now.get(path) == before[path]}
         if there and there != old:
             lost.append(f"{len(there)} of {len(old)} files of the old run are left")

@@ -5,7 +5,15 @@ Needs no torch: a report, or a script over many runs, starts at once.
 
 from tra.runs.attention_file import LEVELS, AttentionMaps, read_attention, weights_of
 from tra.runs.environment import environment
-from tra.runs.files import TEMPORARY, atomic_file, flush_folder, remove_stale_files, write_arrays, write_atomically
+from tra.runs.files import (
+    TEMPORARY,
+    atomic_file,
+    flush_folder,
+    name_in_errors,
+    remove_stale_files,
+    write_arrays,
+    write_atomically,
+)
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.intervals import bootstrap_interval, perplexity_ratio, wilson_interval
 from tra.runs.locks import LOCK, LockedError, folder_lock
@@ -39,6 +47,7 @@ __all__ = [
     "length_text",
     "locked_folder_beside",
     "mean_over_heads",
+    "name_in_errors",
     "new_locked_folder",
     "perplexity_ratio",
     "put_row",

@@ -26,17 +26,29 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """
     remove_stale_files(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    file = _open_locked(temporary)
+    with name_in_errors(path, instead_of=temporary):
+        file = _open_locked(temporary)
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def name_in_errors(path: Path, instead_of: Path | None = None) -> Iterator[None]:
+    """Name a file in errors of writing it, which name none, or the temporary one."""
     try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.filename in (None, str(instead_of)):
+            error.filename = str(path)
         raise
-    flush_folder(path.parent)
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -18,6 +18,7 @@ from tra.runs import (
     RunFolder,
     atomic_file,
     flush_folder,
+    name_in_errors,
     new_locked_folder,
     read_rows,
     remove_unlocked_folder,
@@ -187,7 +188,7 @@ def _copy(folder: Path, target: Path, temporary: Path) -> bool:
     for path in _regular_files(folder):
         copied = temporary / path.relative_to(folder)
         copied.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("rb") as source, copied.open("xb") as file:
+        with name_in_errors(target), path.open("rb") as source, copied.open("xb") as file:
             shutil.copyfileobj(source, file)
             file.flush()
             os.fsync(file.fileno())

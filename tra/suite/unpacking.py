@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from tra.runs import name_in_errors
+
 MAX_MEMBERS = 100_000
 """Files and folders of one archive."""
 
@@ -116,7 +118,7 @@ def _check_members(archive: Path, members: Iterator[tarfile.TarInfo], folder: Pa
             )
         if size + MIN_FREE_BYTES > free:
             raise ValueError(
-                f"{archive} is refused: with {member.name!r} it has {size:,} bytes, the disk {free:,} free"
+                f"{archive} is refused: with {member.name!r} it has {size:,} bytes, and the disk only {free:,} free"
             )
 
 
@@ -141,7 +143,7 @@ def _write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, a
             path.mkdir(parents=True, exist_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
+        with name_in_errors(archive), path.open("xb") as file:
             content = tar.extractfile(member)
             assert content is not None
             left = member.size

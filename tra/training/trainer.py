@@ -163,6 +163,10 @@ class Trainer:
                 except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
                     self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
+                except ValueError as error:  # on a CPU attention refuses gates that have overflowed
+                    if "must be finite" not in str(error):
+                        raise
+                    self._end_nonfinite(str(error))
                 metrics = None
                 if self.step % train.log_every == 0 or self.step == train.steps:
                     metrics = self._log(time.monotonic() - logged_at, self.step - logged_step)
@@ -172,7 +176,7 @@ class Trainer:
                 if self.step % train.checkpoint_every == 0 and self.step < train.steps:
                     self._save()
         if not self._is_finite():
-            self._end_nonfinite("the weights are")
+            self._end_nonfinite("the weights are not finite")
         if self.ranks.is_first:
             self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
@@ -233,7 +237,7 @@ class Trainer:
                 file.write(json.dumps(metrics) + "\n")
         self.nonfinite_logs = 0 if math.isfinite(loss) else self.nonfinite_logs + 1
         if self.nonfinite_logs >= self.config.train.max_nonfinite_steps:
-            self._end_nonfinite("the loss is")
+            self._end_nonfinite("the loss is not finite")
         return metrics
 
     def _statistics(self) -> dict[str, list[list[float]]]:
@@ -268,7 +272,7 @@ class Trainer:
         if not self.ranks.is_first:
             raise SystemExit(1)
         kept = f"the checkpoint of step {self.saved_at:,} is kept" if self.saved_at >= 0 else "there is no checkpoint"
-        raise NonFiniteError(f"{self.run.path}: {what} not finite at step {self.step:,}, so the run has ended; {kept}")
+        raise NonFiniteError(f"{self.run.path}: {what} at step {self.step:,}, so the run has ended; {kept}")
 
     def _restore(self) -> None:
         """Go back to the newest checkpoint, which the first process reads for all."""
