@@ -13,7 +13,6 @@ from benchmarks import command
 from benchmarks.trained import open_text_run
 from tra.bench import decode
 from tra.bench.decode import (
-    SDPA,
     DecodeInputs,
     Shape,
     Timer,
@@ -62,8 +61,8 @@ def bench_decode_trained(
                 rows.append(decode.measure_row(named, tra_calls(at_end, shape.bound, tolerance), windows, timer))
             if layer == 0:  # the others' times don't depend on contents
                 rows += [
-                    decode.measure_row({"contender": name, **facts}, sdpa_calls(at_end, SDPA[name]), windows, timer)
-                    for name in SDPA
+                    decode.measure_row({"contender": name, **facts}, call, windows, timer)
+                    for name, call in sdpa_calls(at_end).items()
                 ]
     compare_with_sdpa(rows)
     facts = {"run": run.path.name, "text": stream.name, "config": run.config().to_dict()}

@@ -11,7 +11,8 @@ import matplotlib.pyplot as plt
 
 from benchmarks import command
 from benchmarks.compare import read_result
-from tra.report.style import COLOURS, SETTINGS, save
+from tra.report.names import COLOURS
+from tra.report.style import SETTINGS, save
 
 LINES = {
     # (contender, gates): label, colour, line and marker

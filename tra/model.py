@@ -155,15 +155,22 @@ class Block(nn.Module):
         key_mask: Tensor | None,
         cache: LayerCache | StaticLayerCache | None,
         document_ids: Tensor | None,
-    ) -> Tensor:
+        with_map: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the new residual stream, and the attention weights `[B, H, Tq, Tk]` if asked for."""
         normed = self.input_layernorm(x)
         residual = normed if self.normed_residual else x
-        x = residual + self.self_attn(normed, key_mask, cache, document_ids)
-        if not self.has_mlp:
-            return x
-        normed = self.post_attention_layernorm(x)
-        residual = normed if self.normed_residual else x
-        return residual + self.mlp(normed)
+        weights = None
+        if with_map:
+            attended, weights = self.self_attn(normed, key_mask, cache, document_ids, with_map)
+        else:
+            attended = self.self_attn(normed, key_mask, cache, document_ids)
+        x = residual + attended
+        if self.has_mlp:
+            normed = self.post_attention_layernorm(x)
+            residual = normed if self.normed_residual else x
+            x = residual + self.mlp(normed)
+        return x if weights is None else (x, weights)
 
 
 class Decoder(nn.Module):

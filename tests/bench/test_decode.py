@@ -98,7 +98,7 @@ def test_contenders_see_the_same_keys(layout: str) -> None:
     assert torch.equal(given.window(2)[1], first[1])
     assert not torch.equal(first[1], last[1])
     assert first[1].shape == (1, 2, 40, 16)
-    out = bench.sdpa_calls(given, None)(1)
+    out = bench.sdpa_calls(given)["SDPA"](1)
     key, value = (x.double().repeat_interleave(2, 1) for x in last[1:3])
     weights = (given.query.double() @ key.mT / 4).softmax(-1)
     torch.testing.assert_close(out.double(), weights @ value, rtol=1e-2, atol=1e-2)

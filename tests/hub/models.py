@@ -14,7 +14,8 @@ from tra.attention import MECHANISMS
 from tra.hub import TRAConfig, TRAForCausalLM
 
 VOCABULARY = 31
-CACHED = [name for name, mechanism in MECHANISMS.items() if not mechanism.caches_more]
+CACHED = list(MECHANISMS)
+CROPPED = [name for name, mechanism in MECHANISMS.items() if not mechanism.keeps_state]
 STATIC = [name for name, mechanism in MECHANISMS.items() if mechanism.takes_key_lengths]
 QUICK = ("tra", "rope", "lstm")
 OTHERS = [name for name in MECHANISMS if name not in QUICK]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import tra
-from tests.hub.models import CACHED, SOME_MECHANISMS, STATIC, VOCABULARY, language_model, padded, tokens
+from tests.hub.models import CACHED, CROPPED, SOME_MECHANISMS, STATIC, VOCABULARY, language_model, padded, tokens
 from tra.attention import MECHANISMS
 from tra.hub import TRAForCausalLM
 
@@ -152,18 +152,34 @@ def test_ending_and_what_is_never_said() -> None:
     assert set(generate(model, ids, do_sample=True, suppress_tokens=others)[:, 6:].flatten().tolist()) <= {3, 4}
 
 
-@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name not in CACHED])
-def test_no_cache_of_transformers_holds_more_than_keys_and_values(mechanism: str) -> None:
-    model, ids = language_model(mechanism), tokens(1, 5)
-    assert model.generation_config.use_cache is False
-    for call in (
-        lambda: model(ids, past_key_values=DynamicCache()),
-        lambda: model(ids, use_cache=True),
-        lambda: model.generate(ids, max_new_tokens=2, use_cache=True),
-    ):
-        with pytest.raises(ValueError, match=f"{mechanism} keeps more than keys and values.*use_cache=False") as found:
-            call()
-        assert "\n" not in str(found.value)
+@pytest.mark.parametrize("mechanism", CROPPED)
+def test_an_assistant_changes_no_text(mechanism: str) -> None:
+    """Tokens that it got wrong are taken out of the cache again."""
+    model, ids = sharp(mechanism), tokens(1, 6)
+    plain = generate(model, ids, do_sample=False)
+    assert torch.equal(generate(model, ids, do_sample=False, assistant_model=sharp("nope")), plain)
+
+
+@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name not in CROPPED])
+def test_an_assistant_is_for_caches_that_can_be_cropped(mechanism: str) -> None:
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        generate(sharp(mechanism), tokens(1, 6), assistant_model=sharp())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["forgetting", "selective", "lstm"])
+def test_a_cache_of_another_mechanism_is_refused(mechanism: str) -> None:
+    ids = tokens(1, 5)
+    cache = language_model()(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="filled by another mechanism"):
+        language_model(mechanism)(ids, past_key_values=cache)
+
+
+def test_a_static_cache_gives_no_maps() -> None:
+    model = language_model()
+    cache = StaticCache(model.config, max_cache_len=7)
+    with torch.no_grad(), pytest.raises(ValueError, match="output_attentions doesn't go with a static cache"):
+        model(tokens(1, 5), past_key_values=cache, output_attentions=True)
 
 
 @torch.no_grad()

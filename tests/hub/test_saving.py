@@ -113,15 +113,9 @@ def test_pickles_are_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize("damage", ["empty", "short", "cut", "header", "data", "none"])
-@pytest.mark.parametrize("told", [True, False])
-def test_damaged_weights_get_one_clear_line(damage: str, told: bool, tmp_path: Path) -> None:
-    """With the digests that are saved beside them, and without: then weights that can be read are what they are."""
+@pytest.mark.parametrize("damage", ["empty", "short", "cut", "header", "none"])
+def test_damaged_weights_get_one_clear_line(damage: str, tmp_path: Path) -> None:
     language_model().float().save_pretrained(tmp_path)
-    if not told:
-        values = json.loads((tmp_path / "config.json").read_text())
-        assert list(values.pop("weights_sha256")) == ["model.safetensors"]
-        (tmp_path / "config.json").write_text(json.dumps(values))
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(
@@ -130,32 +124,25 @@ def test_damaged_weights_get_one_clear_line(damage: str, told: bool, tmp_path: P
             "short": whole[:5],
             "cut": whole[: len(whole) // 2],
             "header": whole[:8] + b"?" + whole[9:],
-            "data": whole[:-100] + bytes(50) + whole[-50:],
             "none": whole,
         }[damage]
     )
     if damage == "none":
         file.unlink()
-    if damage == "data" and not told:
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-        return
-    message = "is damaged or exchanged: its contents don't match" if told else "can't be read: "
-    message = "has no weights: expected model.safetensors" if damage == "none" else message
+    message = "has no weights: expected model.safetensors" if damage == "none" else "can't be read: "
     with pytest.raises(ValueError, match=message) as found:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert str(tmp_path) in str(found.value)
     assert "\n" not in str(found.value)
 
 
-def test_digests_are_the_files_not_the_models(tmp_path: Path) -> None:
-    language_model().float().save_pretrained(tmp_path / "one")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert not hasattr(model.config, "weights_sha256")
-    with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
-    model.save_pretrained(tmp_path / "one")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+def test_digests_of_former_versions_are_left_out(tmp_path: Path) -> None:
+    """They were of files, not of the model, and other tools rewrite files."""
+    language_model().float().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"weights_sha256": {"model.safetensors": "0"}}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "weights_sha256" not in model.config.to_dict()
 
 
 FORMER_NAMES = {
@@ -189,7 +176,7 @@ def test_folders_with_former_names_load(mechanism: str, tmp_path: Path) -> None:
     assert {"model.decoder.embedding.weight", "model.decoder.norm.weight", "lm_head.weight"} <= tensors.keys()
     save_file(tensors, tmp_path / "former" / "model.safetensors", {"format": "pt"})
     values = json.loads((tmp_path / "now" / "config.json").read_text())
-    del values["weights_sha256"], values["fuse_projections"]
+    del values["fuse_projections"]
     (tmp_path / "former" / "config.json").write_text(json.dumps(values))
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "former", output_loading_info=True)
     assert not any(report.values())

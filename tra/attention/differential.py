@@ -6,6 +6,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra.attention.shared.base import Attention, WeightMap
@@ -68,8 +69,19 @@ class DifferentialAttention(Attention):
             read = torch.cat(softmax_attention(halves, 0.0).chunk(2, dim=1), dim=-1)  # [B, H, T, 2 D]
         else:  # both halves must drop the same weights
             read = softmax_attention(inputs, self.dropout_now)
-        difference = read[:, ::2] - self.strength() * read[:, 1::2]
-        return self.norm(difference.to(self.norm.weight.dtype)).to(read.dtype) * (1 - self.initial)
+        return self._norm_difference(read[:, ::2] - self.strength() * read[:, 1::2], read.dtype)
+
+    def _norm_difference(self, difference: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.norm(difference.to(self.norm.weight.dtype)).to(dtype) * (1 - self.initial)
+
+    def attend_with_map(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """See `Attention`. The map is that of pairs of heads, as in `attention_map`."""
+        with torch.autocast(inputs.x.device.type, enabled=False):
+            both = self.weigh(self.logits(inputs, torch.arange(inputs.query.shape[2], device=inputs.x.device)))
+            weights = both[:, ::2] - self.strength() * both[:, 1::2]
+            value = self.pair_heads(inputs).value[:, ::2]
+            read = F.dropout(weights, self.dropout_now).to(value.dtype) @ value
+            return self._norm_difference(read, read.dtype), weights
 
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
         return super().logits(self.pair_heads(inputs), rows)

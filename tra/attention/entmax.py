@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tra.attention.shared.row_blocks import DenseAttention
 from tra.ops.compiler_workarounds import entmax_weights, halved_below_zero
+from tra.ops.forward_mode import refuse_forward_mode
 
 
 class EntmaxAttention(DenseAttention):
@@ -29,6 +30,7 @@ def entmax15(logits: Tensor) -> Tensor:
     Σ max(0, x / 2 - τ)² is convex and falls in τ, so Newton's method from the left of the root approaches it without
     overshooting: far from it a step halves the distance, near it a step squares the error.
     """
+    refuse_forward_mode("1.5-entmax")
     x = halved_below_zero(logits)
     steps = 8 + max(1, logits.shape[-1]).bit_length() // 2  # at the start the root is within √n
     with torch.no_grad():

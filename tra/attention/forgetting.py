@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -18,8 +16,6 @@ class ForgettingAttention(GatedAttention):
     This is the form without output gate and norms ("LLaMA" in its paper), as in the comparison of the TRA paper.
     Arguments as for `GatedAttention`.
     """
-
-    caches_more: ClassVar[bool] = True
 
     def bias_factors(self, inputs: AttentionInputs) -> BiasFactors:
         # The running sum at the query is the same for all its keys, so it doesn't change the softmax.
@@ -43,13 +39,10 @@ class ForgettingAttention(GatedAttention):
         return (super().logits(inputs, rows) + forgotten).masked_fill(~visible_keys(inputs, rows), -torch.inf)
 
     def log_forget_sums(self, inputs: AttentionInputs) -> Tensor:
-        """Return running sums of log f up to each key, `[B, H, Tk]`, and cache them. Padding forgets nothing."""
+        """Return running sums of log f up to each key, `[B, H, Tk]`, and cache log f. Padding forgets nothing."""
         log_forget = self.gate(inputs.x)
         if inputs.key_mask is not None:
             log_forget = log_forget * inputs.key_mask[:, None, inputs.past :]
-        total = log_forget.cumsum(-1)
-        if inputs.cache is None:
-            return total
-        total = total + inputs.cache.state.get("forgotten", 0.0)
-        inputs.cache.state["forgotten"] = total[..., -1:]
-        return inputs.cache.extend("forgotten", total)
+        if inputs.cache is not None:
+            log_forget = inputs.cache.extend("log_forget", log_forget)
+        return log_forget.cumsum(-1)

@@ -24,7 +24,7 @@ class LongShortTermMemory(Mechanism):
     """
 
     replaces_mlp: ClassVar[bool] = True
-    caches_more: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -53,22 +53,25 @@ class LongShortTermMemory(Mechanism):
         key_mask: Tensor | None = None,
         cache: LayerCache | None = None,
         document_ids: Tensor | None = None,
+        with_map: bool = False,
     ) -> Tensor:
         """`[B, T, d_model]` -> the same. The cache holds the state; padding doesn't change it."""
+        if with_map:
+            raise ValueError("LongShortTermMemory has no attention map")
         if document_ids is not None:
             raise ValueError("lstm reads one document per row: document_ids are for attention")
         past = 0 if cache is None else cache.length
         check_masks(x, key_mask, past, None)
         state = None
         if cache is not None and "hidden" in cache.state:
-            cache.check_batch(len(x), cache.state["hidden"].transpose(0, 1))
-            state = cache.state["hidden"], cache.state["cell"]
+            cache.check_batch(len(x), cache.state["hidden"])
+            state = cache.state["hidden"].transpose(0, 1), cache.state["cell"].transpose(0, 1)
         if key_mask is None:
             read, (hidden, cell) = self.recurrence(x, state)
         else:
             read, (hidden, cell) = self._without_padding(x, key_mask[:, past:], state)
         if cache is not None:
-            cache.advance(x.shape[1], hidden=hidden, cell=cell)
+            cache.advance(x.shape[1], hidden=hidden.transpose(0, 1), cell=cell.transpose(0, 1))
         return self.o_proj(F.dropout(read, self.dropout, self.training))
 
     def _without_padding(

@@ -24,7 +24,7 @@ class SelectiveAttention(Attention):
 
     default_qk_norm: ClassVar[bool] = True
     default_rotary: ClassVar[bool] = True
-    caches_more: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = True
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         group = self.n_heads // self.n_kv_heads
@@ -58,6 +58,8 @@ class SelectiveAttention(Attention):
             found.append((inside.nonzero()[:, 0], masking[:, rows[inside] - block[0]]))
         order = torch.cat([index for index, _ in found]).argsort()
         masking = torch.cat([m for _, m in found], dim=1)[:, order]
+        if inputs.cache is not None:
+            inputs.cache.state["masked"] = masked
         return super().logits(inputs, rows) - masking[:, None]
 
     def _masked_before(self, inputs: AttentionInputs) -> Tensor:

@@ -13,7 +13,7 @@ from tra import unknown_name
 from tra.attention.shared.base import NORM_EPS, Attention
 from tra.attention.shared.forget_gate import ForgetGate
 from tra.attention.shared.fusing import check_not_overridden
-from tra.attention.shared.inputs import AttentionInputs
+from tra.attention.shared.inputs import AttentionInputs, key_positions
 from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
@@ -125,12 +125,13 @@ class ThresholdRelativeAttention(Attention):
 
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
         last = (inputs.past + rows)[None].expand(inputs.query.shape[0], -1)
+        first = torch.zeros_like(last) if inputs.document_ids is None else last - key_positions(inputs)[:, rows]
         log_forget = self.log_forget(inputs.x)[:, :, rows]
         found = full_attention_map(
             inputs.query[:, :, rows],
             inputs.key,
             log_forget,
-            Visible(torch.zeros_like(last), last, inputs.key_mask),
+            Visible(first, last, inputs.key_mask),
             AttentionOptions(self.head_width**-0.5, self.threshold),
         )
         return found.logits(log_forget)

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tra
 from tra.bench.judge import error_ratio, plain_attention, require
-from tra.bench.timing import first_line, gpu_clocks, gpu_environment, measure_graph
+from tra.bench.timing import gpu_clocks, gpu_environment, measure_graph, row_or_error
 from tra.ops.triton import decode_plan
 
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
@@ -31,11 +32,7 @@ MIN_CALLS = 20
 """Of a graph."""
 MAX_STEP = 16_384
 """Keys between the windows of two calls."""
-SDPA = {
-    "SDPA": None,
-    "SDPA flash": SDPBackend.FLASH_ATTENTION,
-    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
-}
+SDPA = {"SDPA": None, "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
 Times = dict[str, float]
 Timer = Callable[[Callable[[int], object], int], Times]
 
@@ -122,11 +119,7 @@ def make_inputs(
 
 @torch.no_grad()
 def check(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16, context: int = 5000) -> Times:
-    """Return the errors of the output, over what the rule of `judge.py` allows.
-
-    Raises:
-        RuntimeError: If one breaks it.
-    """
+    """Return the errors of the output, over what the rule of `judge.py` allows; see `require`."""
     draws = torch.Generator(device).manual_seed(shape.width)
 
     def grid(heads: int, length: int) -> Tensor:
@@ -166,25 +159,21 @@ def tra_calls(inputs: DecodeInputs, bound: float, tolerance: float | None) -> Ca
     )
 
 
-def sdpa_calls(inputs: DecodeInputs, backend: SDPBackend | None) -> Callable[[int], Tensor]:
+def sdpa_calls(inputs: DecodeInputs) -> dict[str, Callable[[int], Tensor]]:
+    """Return calls of PyTorch's attention, by contender."""
     grouped = inputs.query.shape[1] != inputs.key.shape[1]
 
-    def call(i: int) -> Tensor:
+    def call(backend: SDPBackend | None, i: int) -> Tensor:
         query, key, value, _ = inputs.window(i)
         with nullcontext() if backend is None else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped)
 
-    return call
+    return {name: partial(call, backend) for name, backend in SDPA.items()}
 
 
 def measure_row(facts: dict[str, Any], call: Callable[[int], object], windows: int, timer: Timer) -> dict[str, Any]:
-    try:
-        with torch.no_grad():
-            return facts | timer(call, max(MIN_CALLS, windows))
-    except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return facts | {"error": first_line(error)}
+    with torch.no_grad():
+        return row_or_error(facts, lambda: timer(call, max(MIN_CALLS, windows)))
 
 
 def bench_decode(
@@ -214,22 +203,14 @@ def bench_decode(
             named = {"contender": "tra", "gates": gates, **facts}
             rows.append(measure_row(named, tra_calls(at, shape.bound, None), windows, timer))
         progress(f"the others, {shape}, {context:,} keys, {layout}")
-        rows.append(
-            measure_row({"contender": "tra, full walk", **facts}, tra_calls(inputs, shape.bound, 0.0), windows, timer)
-        )
-        rows += [
-            measure_row({"contender": name, **facts}, sdpa_calls(inputs, SDPA[name]), windows, timer) for name in SDPA
-        ]
+        others = {"tra, full walk": tra_calls(inputs, shape.bound, 0.0), **sdpa_calls(inputs)}
+        rows += [measure_row({"contender": name, **facts}, call, windows, timer) for name, call in others.items()]
         del inputs, at
         if device.type == "cuda":
             torch.cuda.empty_cache()
     clocks.append(gpu_clocks())
     compare_with_sdpa(rows)
-    return {
-        "environment": gpu_environment(device) | {"clocks": clocks},
-        "check": checked,
-        "rows": rows,
-    }
+    return {"environment": gpu_environment(device) | {"clocks": clocks}, "check": checked, "rows": rows}
 
 
 def _too_large(shape: Shape, context: int, windows: int, device: torch.device) -> str | None:

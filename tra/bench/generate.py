@@ -10,11 +10,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from tra.bench.timing import wait_for
+from tra.bench.timing import row_or_error, wait_for
 from tra.generation import continuation
 from tra.model import Decoder, DecoderConfig
 from tra.runs import environment
@@ -91,13 +92,9 @@ def bench_generate(
         model = Decoder(config).to(device, plan.dtype).eval()
         for batch, prompt, graph in itertools.product(plan.batches, plan.prompts, plan.graphs):
             progress(f"{mechanism}, {batch} × {prompt:,} tokens{', graph' if graph else ''}")
-            row = {"mechanism": mechanism, "size": plan.size, "batch": batch, "prompt": prompt, "new": plan.new}
-            row["graph"] = graph
-            try:
-                row |= measure_generation(model, batch, prompt, plan.new, graph, device, plan.rounds)
-            except (RuntimeError, ValueError) as error:
-                row["error"] = str(error).splitlines()[0][:120]
-            rows.append(row)
+            case: dict[str, Any] = {"batch": batch, "prompt": prompt, "new": plan.new, "graph": graph}
+            measure = partial(measure_generation, model, **case, device=device, rounds=plan.rounds)
+            rows.append(row_or_error({"mechanism": mechanism, "size": plan.size, **case}, measure))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     weights = f"random, {str(plan.dtype).removeprefix('torch.')}"

@@ -65,11 +65,7 @@ def error_ratio(got: Tensor, plain: Tensor, exact: Tensor) -> float:
 
 
 def require(ratios: dict[str, float], what: str) -> dict[str, float]:
-    """Return the ratios.
-
-    Raises:
-        RuntimeError: If one breaks the rule.
-    """
+    """Return the ratios. A RuntimeError if one breaks the rule."""
     if not all(ratio <= 1 for ratio in ratios.values()):
         raise RuntimeError(f"{what}, nothing is measured: {ratios}")
     return ratios

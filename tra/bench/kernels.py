@@ -19,18 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tra
 from tra.bench.inputs import HEADS, Case, Inputs, leaves, make_inputs
 from tra.bench.judge import error_ratio, plain_attention, require
-from tra.bench.timing import first_line, gpu_clocks, gpu_environment, measure_graph
+from tra.bench.timing import gpu_clocks, gpu_environment, measure_graph, milliseconds, row_or_error
 
 LENGTHS = (256, 1024, 4096, 16_384, 65_536, 131_072)
 MODES = ("forward", "forward and backward")
 
 
 def check(width: int, device: torch.device) -> dict[str, float]:
-    """Return the errors of output and gradients, over what the rule of `judge.py` allows.
-
-    Raises:
-        RuntimeError: If one breaks it.
-    """
+    """Return the errors of output and gradients, over what the rule of `judge.py` allows; see `require`."""
     draws = torch.Generator(device).manual_seed(width)
 
     def grid() -> Tensor:
@@ -140,14 +136,9 @@ def _row(
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attend(*inputs), wanted, grad_out)
 
-    row: dict[str, Any] = {"contender": name, "mode": mode, **case._asdict(), "batch": inputs.query.shape[0]}
-    row["heads"] = inputs.query.shape[1]
-    try:
-        row |= measure_graph(forward if mode == "forward" else both)._asdict()
-    except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
-        row["error"] = first_line(error)
-        torch.cuda.synchronize()
-    return row
+    batch, heads = inputs.query.shape[:2]
+    facts = {"contender": name, "mode": mode, **case._asdict(), "batch": batch, "heads": heads}
+    return row_or_error(facts, lambda: measure_graph(forward if mode == "forward" else both)._asdict())
 
 
 def a_million_tokens(device: torch.device) -> dict[str, Any]:
@@ -156,18 +147,12 @@ def a_million_tokens(device: torch.device) -> dict[str, Any]:
     inputs = make_inputs(case, device)
     grad_out = torch.randn_like(inputs.value)
     attend = contenders(case)["tra"]
-    times = []
+    grads: list[Tensor] = []
     before = torch.cuda.memory_allocated()
-    for _ in range(2):
+    for _ in range(2):  # the first warms up
+        grads.clear()
         torch.cuda.reset_peak_memory_stats()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        grads = torch.autograd.grad(attend(*inputs), inputs, grad_out)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-        finite = all(bool(x.isfinite().all()) for x in grads)
-        del grads
+        elapsed = milliseconds(lambda: grads.extend(torch.autograd.grad(attend(*inputs), inputs, grad_out)))
     peak = torch.cuda.max_memory_allocated() - before
     return {
         "contender": "tra",
@@ -175,9 +160,9 @@ def a_million_tokens(device: torch.device) -> dict[str, Any]:
         **case._asdict(),
         "batch": 1,
         "heads": HEADS,
-        "ms": round(times[-1], 3),
+        "ms": round(elapsed, 3),
         "peak_mib": round(peak / 2**20),
-        "finite": finite,
+        "finite": all(bool(x.isfinite().all()) for x in grads),
     }
 
 

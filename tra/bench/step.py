@@ -83,11 +83,7 @@ def measure_step(mechanism: str, shape: Shape, device: torch.device, ready: Call
             rounds.append(1e3 * (time.perf_counter() - begun) / (10 if on_gpu else 1))
     return {
         "mechanism": mechanism,
-        "size": shape.size,
-        "batch": shape.batch,
-        "length": shape.length,
-        "vocabulary": shape.vocabulary,
-        "paper": shape.paper,
+        **shape._asdict(),
         "step_ms": round(statistics.median(rounds), 3),
         "fastest_ms": round(min(rounds), 3),
         "slowest_ms": round(max(rounds), 3),

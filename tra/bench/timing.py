@@ -38,16 +38,19 @@ def measure_graph(call: Callable[[], object], rounds: int = 7) -> Measured:
     with torch.cuda.graph(graph):
         call()
     graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+    times = [milliseconds(graph.replay) for _ in range(rounds)]
     median, fastest, slowest = (round(x, 4) for x in (statistics.median(times), min(times), max(times)))
     return Measured(median, fastest, slowest, round(peak / 2**20))
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Return the time of a call on the current GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def gpu_environment(device: torch.device) -> dict[str, Any]:
@@ -57,9 +60,14 @@ def gpu_environment(device: torch.device) -> dict[str, Any]:
     return environment(device) | {"triton": str(triton.__version__)}
 
 
-def first_line(error: BaseException) -> str:
-    """Return the start of an error, for a row that has it in place of numbers."""
-    return str(error).splitlines()[0][:120]
+def row_or_error(facts: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of facts and what was measured; where that fails, the start of its error in place of numbers."""
+    try:
+        return facts | measure()
+    except (RuntimeError, ValueError) as error:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return facts | {"error": str(error).splitlines()[0][:120]}
 
 
 def gpu_clocks() -> str | None:

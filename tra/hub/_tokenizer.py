@@ -37,10 +37,10 @@ def _text_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         library = Library(models.BPE(byte_alphabet(), []))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
-    # "<|endoftext|>" in a text is text, as everywhere in this package: only its id separates documents.
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=library, padding_side="left", split_special_tokens=True, **dict.fromkeys(SPECIAL, SEPARATOR)
-    )
+    # Padding has an id of its own: collators mask its labels, and the end of a text must be learnt. Unlike in
+    # `tra prepare`, special tokens written in a text are special, as chat templates need.
+    special = dict.fromkeys(("bos_token", "eos_token"), SEPARATOR) | {"pad_token": "<pad>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=library, padding_side="left", **special)
     assert fast.eos_token_id == tokenizer.separator
     return fast
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import sys
 import typing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,9 @@ AUTO_MAP = {
     "AutoConfig": "modeling_tra.TRAConfig",
     "AutoModel": "modeling_tra.TRAModel",
     "AutoModelForCausalLM": "modeling_tra.TRAForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_tra.TRAForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_tra.TRAForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_tra.TRAForQuestionAnswering",
 }
 
 HUB_NAMES = {
@@ -34,6 +38,27 @@ HUB_NAMES = {
     "n_kv_heads": "num_key_value_heads",
 }
 """Fields of `DecoderConfig` that have another name in transformers."""
+
+SPLIT_BY_HEAD = {
+    "tra", "rope", "nope", "sinusoidal", "forgetting", "stickbreaking", "entmax", "tra-distance-only",
+    "tra-plain-distance",
+}  # fmt: skip
+"""Mechanisms whose heads can be spread over processes: no head reads another, and only projections and the gate have
+parameters or constants per head."""
+
+
+def tensor_parallel_plan(mechanism: str) -> dict[str, str] | None:
+    """Return how transformers splits the matrices of a base model over processes, None if it can't."""
+    if mechanism not in SPLIT_BY_HEAD:
+        return None
+    kind: Any = MECHANISMS[mechanism]
+    inward = ["q_proj", "k_proj", "v_proj", *(["gate.linear"] if "gate_bias" in kind.config_fields else [])]
+    return {f"layers.*.self_attn.{name}": "colwise" for name in inward} | {
+        "layers.*.self_attn.o_proj": "rowwise",
+        # "packed_colwise" splits the two halves of a weight alike, but not those of a bias (transformers 5.22).
+        "layers.*.mlp.up_proj": "colwise_gather_output",
+        "layers.*.mlp.down_proj": "rowwise_rep",
+    }
 
 
 class TRAConfig(PreTrainedConfig):
@@ -64,7 +89,6 @@ class TRAConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     """Whether the head's weight is the embedding's. In a decoder of this package it is not."""
     use_cache: bool = True
-    """Off for mechanisms whose cache holds more than keys and values, as transformers' caches can't."""
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -77,10 +101,11 @@ class TRAConfig(PreTrainedConfig):
             raise ValueError(
                 f"the config has format {self.tra_format!r}, this tra reads up to {FORMAT}: update tra to use it"
             )
+        kwargs.pop("weights_sha256", None)  # digests of files, which former versions wrote
         super().__post_init__(**kwargs)
         decoder = self.to_decoder()
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
-        self.use_cache = self.use_cache and not MECHANISMS[decoder.mechanism].caches_more
+        self.base_model_tp_plan = tensor_parallel_plan(decoder.mechanism)  # type: ignore[misc]
 
     def to_decoder(self) -> DecoderConfig:
         """Return the decoder's config, checked."""
@@ -101,6 +126,7 @@ class TRAConfig(PreTrainedConfig):
         return cls(**values | {"fuse_projections": False} | options)
 
     def to_dict(self) -> dict[str, Any]:
+        _register_with_peft()
         return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -113,3 +139,16 @@ class TRAConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Do nothing: a saved folder points to this package and holds no copy of its code."""
+
+
+def _register_with_peft() -> None:
+    """Add default targets for adapters to PEFT's tables, which it looks up by `model_type`.
+
+    A model may be built before PEFT is imported, and importing it takes seconds. PEFT calls `to_dict` of the config
+    right before it reads the tables.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in vars(constants).items() if constants else ():
+        is_table = name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING")
+        if is_table and table.get("llama") == ["q_proj", "v_proj"]:
+            table.setdefault(TRAConfig.model_type, ["q_proj", "v_proj"])

@@ -52,10 +52,10 @@ def export_run(
         "pad_token_id": tokenizer.pad_token_id,
     }
     model = TRAForCausalLM.from_decoder(decoder, **special)
-    unused_ids = list(range(len(tokenizer), model.config.vocab_size))  # a language model's vocabulary is rounded up
-    model.generation_config = GenerationConfig(
-        **special, suppress_tokens=unused_ids or None, use_cache=model.config.use_cache
-    )
+    # A language model's vocabulary is rounded up in training. Ids past the tokenizer's are cut off, not suppressed:
+    # they are the first that `add_tokens` gives out.
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.generation_config = GenerationConfig(**special, use_cache=model.config.use_cache)
     try:
         with locked_folder_beside(target, "exporting", "written") as temporary, _no_progress_bar():
             written = temporary / "made"

@@ -1,10 +1,8 @@
-"""The decoder with transformers' signature: masks, caches, losses, checkpointing, saving and loading."""
+"""The decoder with transformers' signature: masks, documents, caches, losses, checkpointing, saving and loading."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, Self
@@ -14,14 +12,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from tra.attention import Mechanism
-from tra.hub._cache import adapt, real_keys
+from tra.attention import MECHANISMS, Mechanism
+from tra.hub._cache import adapt, is_static, real_keys
+from tra.hub._packing import check_not_packed, document_ids
 from tra.hub.config import TRAConfig
-from tra.model import RENAMED_PARAMETERS, Decoder, check_tokens, run_layers
-from tra.runs import write_atomically
+from tra.model import RENAMED_PARAMETERS, Block, Decoder, check_tokens, run_layers
 
 MAX_MAP_TOKENS = 4096
 """Largest number of tokens for which attention maps, `[B, H, T, T]` per layer, are returned."""
@@ -29,20 +28,29 @@ MAX_MAP_TOKENS = 4096
 LOSS_ARGUMENTS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 IGNORED_ARGUMENTS = {"cache_position", "token_type_ids", "tokenizer"}
 """Arguments that `generate` and tokenizers pass to any model; this one doesn't use them."""
+PACKING_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+"""What collators say of packed documents besides `position_ids`, which say the same."""
 HUB_RENAMED_PARAMETERS = {r"\bdecoder\.": ""} | RENAMED_PARAMETERS
 """Former names of parameters and their names now, see `tra.model.RENAMED_PARAMETERS`."""
-DIGESTS_KEY = "weights_sha256"
-"""Key of config.json: digests of the weights' files in the same folder."""
+
+
+class TRADecoderLayer(GradientCheckpointingLayer, Block):
+    """A block of the decoder whose input alone can be kept for the backward pass."""
+
+    def __call__(self, x: Tensor, key_mask: Tensor | None, cache: Any, *others: Any) -> Any:
+        if cache is None:
+            return super().__call__(x, key_mask, cache, *others)
+        return nn.Module.__call__(self, x, key_mask, cache, *others)  # called again, it would add its tokens twice
 
 
 class TRAPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation, for both models."""
+    """Loading, saving and initialisation, for all models."""
 
     config_class = TRAConfig
     config: TRAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012 - so transformers declares it
+    _no_split_modules = ["TRADecoderLayer"]  # noqa: RUF012 - so transformers declares it
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _can_compile_fullgraph = True
     # Mechanisms have kernels of their own and don't use transformers' attention interface.
@@ -63,26 +71,17 @@ class TRAPreTrainedModel(PreTrainedModel):
             raise ValueError("weights are read from safetensors alone, so use_safetensors can't be False")
         key_mapping = HUB_RENAMED_PARAMETERS | (kwargs.pop("key_mapping", None) or {})
         if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
-            _check_weights(Path(pretrained_model_name_or_path) / kwargs.get("subfolder", ""))
+            _refuse_pickles(Path(pretrained_model_name_or_path) / kwargs.get("subfolder", ""))
         try:
-            loaded = super().from_pretrained(
+            return super().from_pretrained(
                 pretrained_model_name_or_path, *args, use_safetensors=True, key_mapping=key_mapping, **kwargs
             )
         except SafetensorError as error:
             raise ValueError(f"the weights in {pretrained_model_name_or_path} can't be read: {error}") from None
-        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
-        vars(model.config).pop(DIGESTS_KEY, None)  # digests are of the files, not of the model
-        return loaded
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """See transformers. config.json also holds digests of the weights, so that loading detects damage."""
-        kwargs.setdefault("save_original_format", False)  # which would bring back former names of parameters
-        super().save_pretrained(save_directory, *args, **kwargs)
-        folder, file = Path(save_directory), Path(save_directory) / "config.json"
-        if file.is_file():
-            digests = {path.name: _digest(path) for path in sorted(folder.glob("model*.safetensors"))}
-            written = json.loads(file.read_text()) | {DIGESTS_KEY: digests}
-            write_atomically(file, json.dumps(written, indent=2, sort_keys=True) + "\n")
+        """See transformers. Parameters are saved under their names now, also if they were loaded from former ones."""
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False} | kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -110,9 +109,10 @@ class TRAModel(TRAPreTrainedModel):
 
     def __init__(self, config: TRAConfig) -> None:
         super().__init__(config)
-        decoder = Decoder(config.to_decoder())
-        self.embed_tokens, self.layers, self.norm = decoder.embed_tokens, decoder.layers, decoder.norm
-        self.gradient_checkpointing = False
+        decoder = config.to_decoder()
+        self.embed_tokens = nn.Embedding(decoder.vocab_size, decoder.d_model)
+        self.layers = nn.ModuleList([TRADecoderLayer(decoder, layer) for layer in range(decoder.n_layers)])
+        self.norm = nn.RMSNorm(decoder.d_model, eps=1e-6)
         self.post_init()
 
     def get_decoder(self) -> nn.Module:
@@ -128,6 +128,8 @@ class TRAModel(TRAPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return hidden states `[B, T, hidden_size]`, after the last norm.
 
@@ -136,12 +138,19 @@ class TRAModel(TRAPreTrainedModel):
             inputs_embeds: `[B, T, hidden_size]` in their place.
             attention_mask: `[B, cached + T]`, 0 at padding, which may stand anywhere. Positions count real tokens.
                 Outputs at padding have no meaning.
-            past_key_values: A `DynamicCache` or `StaticCache`; the new tokens are added.
+            past_key_values: A `DynamicCache` or, for mechanisms that can use one, a `StaticCache`; the new tokens are
+                added.
             use_cache: Make a cache if none is given; by default in evaluation, if the config says so.
             output_hidden_states: Also return the input of every layer, and the output.
-            output_attentions: Also return every layer's weights `[B, H, T, T]`, computed beside the fast path, without
-                gradients. Not with a cache.
+            output_attentions: Also return every layer's weights `[B, H, T, cached + T]`, with gradients. The values are
+                then weighed with them, which is slower than the fast path, and equal to it up to rounding. Not with a
+                static cache.
+            position_ids: `[B or 1, T]`. Where they start again at 0, another document begins, and tokens see only their
+                own. Positions themselves are counted here; other position_ids raise a ValueError. With a cache they
+                aren't used, nor in a compiled graph with a mask.
+            kwargs: What tokenizers, collators and losses pass to any model. Other arguments raise a ValueError.
         """
+        _check_others(kwargs, position_ids)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
@@ -154,27 +163,35 @@ class TRAModel(TRAPreTrainedModel):
         )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and not output_attentions
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if output_attentions:
-            _check_map(inputs_embeds.shape[1], past_key_values)
+        batch, length = inputs_embeds.shape[:2]
+        cache, documents = None, None
         if past_key_values is None:
-            cache, key_mask = None, real_keys(attention_mask, inputs_embeds.shape[0], inputs_embeds.shape[1])
+            key_mask = real_keys(attention_mask, batch, length)
+            documents = document_ids(position_ids, key_mask, batch, length)
+            if documents is not None:
+                key_mask = None  # padding is a document of its own
+            elif use_cache:
+                past_key_values = DynamicCache(config=self.config)
         else:
-            cache, key_mask = adapt(past_key_values, self.config, inputs_embeds, attention_mask)
+            check_not_packed(position_ids, attention_mask)
+        if output_attentions:
+            _check_map(length, past_key_values)
+        layers = self.layers[: self.config.num_hidden_layers]  # early exit sets fewer
+        if past_key_values is not None:
+            cache, key_mask = adapt(past_key_values, self.config, len(layers), inputs_embeds, attention_mask)
         states: list[Any] = []
         maps: list[Any] = []
 
         def call_layer(layer: Any, x: Tensor, *others: Any) -> Tensor:
             if output_hidden_states:
                 states.append(x)
-            if output_attentions:
-                maps.append(layer.self_attn.attention_map(layer.input_layernorm(x), key_mask).weights)
-            if self.gradient_checkpointing and self.training and cache is None:  # a cache would add its tokens twice
-                return self._gradient_checkpointing_func(layer.__call__, x, *others)
-            return layer(x, *others)
+            if not output_attentions:
+                return layer(x, *others)
+            x, weights = layer(x, *others, True)
+            maps.append(weights)
+            return x
 
-        hidden: Any = run_layers(inputs_embeds, self.layers, self.norm, key_mask, cache, call_layer=call_layer)
+        hidden: Any = run_layers(inputs_embeds, layers, self.norm, key_mask, cache, documents, call_layer)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
@@ -188,6 +205,7 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, config: TRAConfig) -> None:
         super().__init__(config)
@@ -196,6 +214,11 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
         self.post_init()
         if not config.use_cache:
             self.generation_config.use_cache = False
+
+    @property
+    def _is_stateful(self) -> bool:  # type: ignore[override]
+        """Whether tokens can't be taken out of the cache again, as assisted generation must."""
+        return MECHANISMS[self.config.mechanism].keeps_state
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, **options: Any) -> Self:
@@ -227,6 +250,7 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits `[B, T, vocab_size]` of the next token, and their loss if labels are given.
@@ -235,11 +259,10 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
             labels: `[B, T]`, the tokens themselves: they are shifted here. -100 doesn't count.
             logits_to_keep: Number of last positions, 0 for all; or positions `[P]`, or `[B, P]` per row, or a bool
                 mask `[B, T]`, whose logits come flat.
-            kwargs: Arguments of the loss, such as `num_items_in_batch`.
+            kwargs: Arguments of the loss, such as `num_items_in_batch`, and those of `TRAModel`.
 
         The other arguments are those of `TRAModel`.
         """
-        _check_others(kwargs)
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -248,7 +271,9 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            position_ids=position_ids,
             return_dict=True,
+            **kwargs,
         )
         logits = self.lm_head(_select_positions(out.last_hidden_state, logits_to_keep))
         loss = None
@@ -286,43 +311,25 @@ def _select_positions(hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
 def _check_map(tokens: int, cache: Cache | None) -> None:
     """Raise a ValueError if attention maps of these tokens can't be returned."""
-    if cache is not None:
-        raise ValueError("output_attentions is for whole sequences, not with a cache: use_cache=False")
+    if cache is not None and is_static(cache):
+        raise ValueError("output_attentions doesn't go with a static cache: use a dynamic one")
     if tokens > MAX_MAP_TOKENS:
         raise ValueError(f"output_attentions holds whole maps, so up to {MAX_MAP_TOKENS:,} tokens, got {tokens:,}")
 
 
-def _check_others(kwargs: dict[str, Any]) -> None:
+def _check_others(kwargs: dict[str, Any], position_ids: Tensor | None) -> None:
     """Raise a ValueError for arguments that this model doesn't take."""
-    others = [
-        name for name, value in kwargs.items() if value is not None and name not in LOSS_ARGUMENTS | IGNORED_ARGUMENTS
-    ]
-    if "position_ids" in others:
-        raise ValueError("position_ids can't be given: positions count the real tokens of attention_mask")
+    known = LOSS_ARGUMENTS | IGNORED_ARGUMENTS | (set() if position_ids is None else PACKING_ARGUMENTS)
+    others = [name for name, value in kwargs.items() if value is not None and name not in known]
+    if PACKING_ARGUMENTS & set(others):
+        raise ValueError(f"{', '.join(others)} need position_ids, which tell where documents begin")
     if others:
         raise ValueError(f"unexpected arguments: {', '.join(others)}")
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _check_weights(folder: Path) -> None:
-    """Raise a ValueError if a folder has no weights, only pickles, or other weights than were saved."""
-    if not folder.is_dir():
-        return
-    if any(folder.glob("model*.safetensors")):
-        try:
-            digests = json.loads((folder / "config.json").read_text()).get(DIGESTS_KEY) or {}
-        except (OSError, ValueError, AttributeError):
-            return  # transformers raises an error for it
-        for name, digest in digests.items():
-            file = folder / name
-            if file.is_file() and _digest(file) != digest:
-                raise ValueError(
-                    f"{file} is damaged or exchanged: its contents don't match {DIGESTS_KEY} in config.json"
-                )
+def _refuse_pickles(folder: Path) -> None:
+    """Raise a ValueError if a folder has no weights in safetensors, but pickles, or none at all."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for ending in ("bin", "pt", "pth", "pkl") for path in folder.glob(f"*.{ending}"))
     if pickles:

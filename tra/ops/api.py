@@ -70,10 +70,7 @@ def threshold_relative_attention(
         promised `score_bound` is a promise about NaN too: with it, "triton" may stop before it has read one.
     """
     inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
-    options = AttentionOptions.resolve(
-        query.shape[-1], query.dtype, scale=scale, threshold=threshold, score_bound=score_bound, dropout=dropout,
-        tolerance=tolerance,
-    )  # fmt: skip
+    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance)
     plainly_causal = key_mask is None and key_lengths is None
     visible = None if plainly_causal else visible_keys(query, key, key_mask, key_lengths)
     return _attend(query, key, value, log_forget, visible, options, impl)
@@ -112,15 +109,10 @@ def threshold_relative_attention_varlen(
     """
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     inputs.check_packed(query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k)
-    options = AttentionOptions.resolve(
-        query.shape[-1], query.dtype, scale=scale, threshold=threshold, score_bound=score_bound, dropout=dropout,
-        tolerance=tolerance,
-    )  # fmt: skip
+    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance)
     visible = visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-    log_forget = log_forget.T[None]
-    out = _attend(query, key, value, log_forget, visible, options, impl)
-    return out[0].transpose(0, 1)
+    query, key, value, log_forget = (x.transpose(0, 1)[None] for x in (query, key, value, log_forget))
+    return _attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
 
 
 def attention_map(
@@ -147,7 +139,7 @@ def attention_map(
         An `AttentionMap` of tensors `[B, H, queries, keys]`. Without gradients.
     """
     inputs.check_attention(query, key, None, log_forget, key_mask, key_lengths)
-    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale=scale, threshold=threshold)
+    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold)
     if rows_at_once < 1:
         raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
     visible = visible_keys(query, key, key_mask, key_lengths)

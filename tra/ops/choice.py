@@ -74,7 +74,11 @@ def decode_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 AUTO = (
-    Choice("reference", "forward-mode differentiation (`torch.func.jvp`, `jacfwd`)", lambda _: in_forward_mode()),
+    Choice(
+        "reference",
+        "forward-mode differentiation (`torch.func.jvp`), or a graph is exported, whose sizes are free",
+        lambda _: in_forward_mode() or torch.compiler.is_exporting(),
+    ),
     Choice(
         "triton",
         "an NVIDIA GPU since Ampere; float16, bfloat16 or float32; heads at most 256 wide; Triton installed",

@@ -22,12 +22,14 @@ them: `softmax_or_nothing`, `sum_from_the_right`, `count_from_the_right`, `halve
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tra.ops.forward_mode import in_forward_mode, refuse_forward_mode
+from tra.ops.forward_mode import in_forward_mode
 
 FLEX_LENGTH_MULTIPLE = 128
 """FlexAttention is used at lengths that are a multiple of this."""
@@ -72,27 +74,27 @@ def _like_second(_: Tensor, x: Tensor) -> Tensor:
     return _like_first(x)
 
 
+def decomposable(operator: Any) -> Any:
+    """Return a function that calls a custom operator or, where that has no meaning, what the operator is made of.
+
+    That is in graphs that are exported, as other runtimes don't know operators of ours, and in forward mode, where
+    their derivative would be 0. The operator itself is the function's attribute `operator`.
+    """
+
+    @functools.wraps(operator._init_fn)
+    def call(*arguments: Any) -> Tensor:
+        plain = torch.compiler.is_exporting() or in_forward_mode()
+        function: Callable[..., Tensor] = operator._init_fn if plain else operator
+        return function(*arguments)
+
+    vars(call)["operator"] = operator
+    return call
+
+
+@decomposable
+@torch.library.custom_op("tra::sum_from_the_right", mutates_args=())
 def sum_from_the_right(x: Tensor) -> Tensor:
     """Return the sum of each entry of `[..., n]` and all after it."""
-    return x.flip(-1).cumsum(-1).flip(-1) if in_forward_mode() else _sum_from_the_right(x)
-
-
-def softmax_or_nothing(logits: Tensor) -> Tensor:
-    """Return the softmax over the last dimension, in which a row of -inf throughout is 0."""
-    if not in_forward_mode():
-        return _softmax_or_nothing(logits)
-    nothing = logits.amax(-1, keepdim=True) == -torch.inf
-    return logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-
-
-def entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
-    """Return max(0, x - threshold)². Its gradient is that of 1.5-entmax, whose threshold depends on x."""
-    refuse_forward_mode("1.5-entmax")
-    return _entmax_weights(x, threshold)
-
-
-@torch.library.custom_op("tra::sum_from_the_right", mutates_args=())
-def _sum_from_the_right(x: Tensor) -> Tensor:
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -101,8 +103,10 @@ def _sum_from_the_left(x: Tensor) -> Tensor:
     return x.cumsum(-1)
 
 
+@decomposable
 @torch.library.custom_op("tra::softmax_or_nothing", mutates_args=())
-def _softmax_or_nothing(logits: Tensor) -> Tensor:
+def softmax_or_nothing(logits: Tensor) -> Tensor:
+    """Return the softmax over the last dimension, in which a row of -inf throughout is 0."""
     nothing = logits.amax(-1, keepdim=True) == -torch.inf
     return logits.softmax(-1).masked_fill_(nothing, 0.0)
 
@@ -112,6 +116,7 @@ def _softmax_backward(gradient: Tensor, weights: Tensor) -> Tensor:
     return torch.ops.aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
 
 
+@decomposable
 @torch.library.custom_op("tra::halved_below_zero", mutates_args=())
 def halved_below_zero(logits: Tensor) -> Tensor:
     """Return half of the logits, less the largest half of their row. Its gradient leaves out the shift."""
@@ -119,8 +124,10 @@ def halved_below_zero(logits: Tensor) -> Tensor:
     return x.sub_(x.amax(-1, keepdim=True))
 
 
+@decomposable
 @torch.library.custom_op("tra::entmax_weights", mutates_args=())
-def _entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
+def entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
+    """Return max(0, x - threshold)². Its gradient is that of 1.5-entmax, whose threshold depends on x."""
     return (x - threshold).clamp_(min=0).square_()
 
 
@@ -135,15 +142,16 @@ def _save_output(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-for _operator in (_sum_from_the_right, _sum_from_the_left, _softmax_or_nothing, halved_below_zero, _entmax_weights):
-    _operator.register_fake(_like_first)
+for _function in (sum_from_the_right, softmax_or_nothing, halved_below_zero, entmax_weights):
+    _function.operator.register_fake(_like_first)
+_sum_from_the_left.register_fake(_like_first)
 for _operator in (_softmax_backward, _entmax_backward):
     _operator.register_fake(_like_second)
-_sum_from_the_right.register_autograd(lambda _, gradient: _sum_from_the_left(gradient))
-_softmax_or_nothing.register_autograd(
+sum_from_the_right.operator.register_autograd(lambda _, gradient: _sum_from_the_left(gradient))
+softmax_or_nothing.operator.register_autograd(
     lambda ctx, gradient: _softmax_backward(gradient.contiguous(), *ctx.saved_tensors), setup_context=_save_output
 )
-halved_below_zero.register_autograd(lambda _, gradient: gradient / 2)
-_entmax_weights.register_autograd(
+halved_below_zero.operator.register_autograd(lambda _, gradient: gradient / 2)
+entmax_weights.operator.register_autograd(
     lambda ctx, gradient: (_entmax_backward(gradient, *ctx.saved_tensors), None), setup_context=_save_output
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,33 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type)
 
 
+LAYOUTS = {
+    "query": "[B, H, Tq, D]",
+    "key": "[B, Hkv, Tk, D]",
+    "value": "[B, Hkv, Tk, Dv]",
+    "log_forget": "[B, H, Tq]",
+    "key_mask": "[B, Tk]",
+    "key_lengths": "[B]",
+}
+PACKED_LAYOUTS = {
+    "query": "[total_q, H, D]",
+    "key": "[total_k, Hkv, D]",
+    "value": "[total_k, Hkv, Dv]",
+    "log_forget": "[total_q, H]",
+    "cu_seqlens_q": "1-D int32 [Sq + 1]",
+    "cu_seqlens_k": "1-D int32 [Sk + 1]",
+}
+"""A letter is one size in all tensors of a call."""
+
+SIZE_RULES = {
+    "key": "must share query's batch and width",
+    "value": "must match key in all but width",
+    "log_forget": "must match query in all but width",
+}
+INTEGERS = (torch.int32, torch.int64)
+INDEX_DTYPES = {"key_mask": (torch.bool,), **dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), INTEGERS)}
+
+
 def check_attention(
     query: Tensor,
     key: Tensor,
@@ -38,47 +66,13 @@ def check_attention(
     key_lengths: Tensor | None,
 ) -> None:
     """Check shapes, dtypes and devices; values only where reading them needs no device sync."""
-    given = {"query": query, "key": key, "value": value, "log_forget": log_forget}
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    _check_tensors(tensors | {"key_mask": key_mask, "key_lengths": key_lengths})
-    _check_rank(query, "query", "[B, H, Tq, D]", 4)
-    _check_rank(key, "key", "[B, Hkv, Tk, D]", 4)
-    _check_rank(log_forget, "log_forget", "[B, H, Tq]", 3)
-    _check_not_empty(tensors)
-    batch, n_heads, n_queries, width = query.shape
-    _, n_kv_heads, n_keys, _ = key.shape
-    if key.shape[0] != batch or key.shape[3] != width:
-        raise ValueError(
-            f"key must share query's batch and width: got key {_shape(key)}, expected ({batch}, Hkv, Tk, {width})"
-        )
-    if value is not None:
-        _check_rank(value, "value", "[B, Hkv, Tk, Dv]", 4)
-        if value.shape[:3] != key.shape[:3]:
-            raise ValueError(f"value must match key in all but width: got value {_shape(value)}, key {_shape(key)}")
-    _check_heads(n_heads, n_kv_heads)
+    values_are_free = _check_tensors(LAYOUTS, (query, key, value, log_forget, key_mask, key_lengths))
+    n_queries, n_keys = query.shape[2], key.shape[2]
     if n_queries > n_keys:
         raise ValueError(
             f"more queries than keys: got Tq = {n_queries}, Tk = {n_keys}; queries stand at the end of keys"
         )
-    if log_forget.shape != (batch, n_heads, n_queries):
-        raise ValueError(
-            f"log_forget has the wrong shape: got {_shape(log_forget)}, expected {(batch, n_heads, n_queries)}"
-        )
-    if key_mask is not None:
-        tensors["key_mask"] = key_mask
-        if key_mask.dtype != torch.bool or key_mask.shape != (batch, n_keys):
-            raise ValueError(
-                f"key_mask must be bool of shape {(batch, n_keys)}, got {key_mask.dtype} {_shape(key_mask)}"
-            )
-    if key_lengths is not None:
-        tensors["key_lengths"] = key_lengths
-        if key_lengths.dtype not in (torch.int32, torch.int64) or key_lengths.shape != (batch,):
-            raise ValueError(
-                f"key_lengths must be int32 of shape {(batch,)}, got {key_lengths.dtype} {_shape(key_lengths)}"
-            )
-    _check_dtypes_and_devices(tensors)
-    _check_log_forget_values(log_forget)
-    if key_lengths is not None and _values_are_free(key_lengths):
+    if key_lengths is not None and values_are_free:
         shortest, longest = int(key_lengths.min()), int(key_lengths.max())
         if shortest < 0 or longest > n_keys:
             raise ValueError(f"key_lengths must lie in 0..{n_keys} (Tk), got {shortest}..{longest}")
@@ -88,39 +82,13 @@ def check_packed(
     query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> None:
     """Check packed sequences: `[total, H, D]` and their cumulative lengths."""
-    _check_tensors({"query": query, "key": key, "value": value, "log_forget": log_forget})
-    _check_tensors({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
-    _check_rank(query, "query", "[total_q, H, D]", 3)
-    _check_rank(key, "key", "[total_k, Hkv, D]", 3)
-    _check_rank(value, "value", "[total_k, Hkv, Dv]", 3)
-    _check_not_empty({"query": query, "key": key, "value": value})
-    if key.shape[2] != query.shape[2] or value.shape[:2] != key.shape[:2]:
+    values_are_free = _check_tensors(PACKED_LAYOUTS, (query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k))
+    if len(cu_seqlens_q) < 2 or len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
-            f"query, key and value don't fit: got query {_shape(query)}, key {_shape(key)}, value {_shape(value)}"
-        )
-    _check_heads(query.shape[1], key.shape[1])
-    if log_forget.shape != query.shape[:2]:
-        raise ValueError(f"log_forget has the wrong shape: got {_shape(log_forget)}, expected {tuple(query.shape[:2])}")
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu.ndim != 1 or len(cu) < 2 or cu.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be a 1-D int32 tensor of at least 2 entries, got {cu.dtype} {_shape(cu)}")
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_k must name as many sequences: "
+            "cu_seqlens_q and cu_seqlens_k must name as many sequences, at least 1: "
             f"got {len(cu_seqlens_q) - 1} and {len(cu_seqlens_k) - 1}"
         )
-    _check_dtypes_and_devices(
-        {
-            "query": query,
-            "key": key,
-            "value": value,
-            "log_forget": log_forget,
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-        }
-    )
-    _check_log_forget_values(log_forget)
-    if not _values_are_free(cu_seqlens_q):
+    if not values_are_free:
         return
     for name, cu, total in (("cu_seqlens_q", cu_seqlens_q, len(query)), ("cu_seqlens_k", cu_seqlens_k, len(key))):
         if int(cu[0]) != 0 or int(cu[-1]) != total or bool((cu.diff() < 0).any()):
@@ -129,59 +97,45 @@ def check_packed(
         raise ValueError("a packed sequence has more queries than keys; queries stand at the end of the keys")
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _check_tensors(given: Mapping[str, object]) -> None:
-    for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
+def _check_tensors(layouts: dict[str, str], tensors: Sequence[Any]) -> bool:
+    """Check each tensor by its layout, and all together. Return whether reading values needs no device sync."""
+    query, _, _, log_forget, *_ = tensors
+    sizes: dict[str, int] = {}
+    for (name, layout), tensor in zip(layouts.items(), tensors, strict=True):
+        if tensor is None and name in ("value", "key_mask", "key_lengths"):
+            continue
+        if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor, got a {type(tensor).__name__}")
-
-
-def _check_rank(tensor: Tensor, name: str, layout: str, rank: int) -> None:
-    if tensor.ndim != rank:
-        raise ValueError(f"{name} must be {layout}, got {tensor.ndim} dimensions: {_shape(tensor)}")
-
-
-def _check_not_empty(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.numel() == 0:
-            raise ValueError(f"{name} is empty: got shape {_shape(tensor)}, expected every dimension to be at least 1")
-
-
-def _check_heads(n_heads: int, n_kv_heads: int) -> None:
-    if n_heads % n_kv_heads:
-        raise ValueError(f"query heads must be a multiple of key heads, got {n_heads} and {n_kv_heads}")
-
-
-def _check_dtypes_and_devices(tensors: dict[str, Tensor]) -> None:
-    query = tensors["query"]
-    if query.dtype not in DTYPES:
-        raise ValueError(f"query must be a floating-point tensor, got {query.dtype}")
-    for name, tensor in tensors.items():
+        letters, shape = layout[layout.index("[") + 1 : -1].split(", "), tuple(tensor.shape)
+        if len(shape) != len(letters):
+            raise ValueError(f"{name} must be {layout}, got {len(shape)} dimensions: {shape}")
+        expected = tuple(sizes.setdefault(letter, size) for letter, size in zip(letters, shape, strict=True))
+        if dtypes := INDEX_DTYPES.get(name):
+            if tensor.dtype not in dtypes or shape != expected:
+                kind = str(dtypes[0]).removeprefix("torch.")
+                raise ValueError(f"{name} must be {kind} of shape {expected}, got {tensor.dtype} {shape}")
+        elif 0 in shape:
+            raise ValueError(f"{name} is empty: got shape {shape}, expected every dimension to be at least 1")
+        elif shape != expected:
+            raise ValueError(f"{name} {SIZE_RULES[name]}: got {shape}, expected {expected}")
         if tensor.device != query.device:
             raise ValueError(
                 f"all tensors must be on one device: query is on {query.device}, {name} on {tensor.device}"
             )
+        if name == "query" and query.dtype not in DTYPES:
+            raise ValueError(f"query must be a floating-point tensor, got {query.dtype}")
         if name in ("key", "value") and tensor.dtype != query.dtype:
             raise ValueError(f"{name} must have query's dtype, got {tensor.dtype}, expected {query.dtype}")
-    expected = compute_dtype(query.dtype)
-    if tensors["log_forget"].dtype != expected:
-        raise ValueError(f"log_forget must be {expected} for {query.dtype} queries, got {tensors['log_forget'].dtype}")
-
-
-def _check_log_forget_values(log_forget: Tensor) -> None:
-    if not _values_are_free(log_forget):
-        return
-    log_forget = log_forget.detach()
-    positive = log_forget > 0
-    if bool(positive.any()):
-        highest = float(log_forget[positive].max())
-        raise ValueError(f"log_forget must be at most 0 (it is log sigmoid of the gate), got {highest:g}")
-    if bool((log_forget == -math.inf).any()):
-        raise ValueError("log_forget must be finite, got -inf")
-
-
-def _values_are_free(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    if sizes["H"] % sizes["Hkv"]:
+        raise ValueError(f"query heads must be a multiple of key heads, got {sizes['H']} and {sizes['Hkv']}")
+    if log_forget.dtype != (wide := compute_dtype(query.dtype)):
+        raise ValueError(f"log_forget must be {wide} for {query.dtype} queries, got {log_forget.dtype}")
+    values_are_free = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    if values_are_free:
+        positive = log_forget.detach() > 0
+        if bool(positive.any()):
+            highest = float(log_forget.detach()[positive].max())
+            raise ValueError(f"log_forget must be at most 0 (it is log sigmoid of the gate), got {highest:g}")
+        if bool((log_forget.detach() == -math.inf).any()):
+            raise ValueError("log_forget must be finite, got -inf")
+    return values_are_free

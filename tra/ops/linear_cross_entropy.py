@@ -7,7 +7,6 @@ idea is that of Liger's fused linear cross entropy (Hsu et al. 2024); the code i
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.ops.forward_mode import refuse_forward_mode
+from tra.ops.triton.launch import device_guard
 
 MAX_PIECE_BYTES = 2**29
 """Most bytes of logits held at a time, on a GPU; a sixteenth of it on a CPU."""
@@ -130,17 +130,9 @@ def _by_kernel(logits: Tensor, targets: Tensor, row_weights: Tensor, with_gradie
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     right = torch.empty(len(logits), dtype=torch.int8, device=logits.device)
-    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():  # Triton launches on the current one
+    with device_guard(logits.device):
         cross_entropy_kernel[(len(logits),)](
-            logits,
-            targets.contiguous(),
-            row_weights.contiguous(),
-            losses,
-            right,
-            logits.stride(0),
-            logits.shape[1],
-            GRADIENT=with_gradient,
-            BV=4096,
-            num_warps=8,
-        )
+            logits, targets.contiguous(), row_weights.contiguous(), losses, right, logits.stride(0), logits.shape[1],
+            GRADIENT=with_gradient, BV=4096, num_warps=8,
+        )  # fmt: skip
     return _RowLosses(losses, right.bool(), logits)

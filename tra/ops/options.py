@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,11 +41,16 @@ class AttentionOptions:
 
     @classmethod
     def resolve(
-        cls, width: int, dtype: torch.dtype, *, scale: float | None = None, tolerance: float | None = None, **rest: Any
+        cls,
+        width: int,
+        dtype: torch.dtype,
+        scale: float | None = None,
+        threshold: float = 0.0,
+        score_bound: float | None = None,
+        dropout: float = 0.0,
+        tolerance: float | None = None,
     ) -> AttentionOptions:
-        """Fill in the defaults of heads of a width, in a dtype. `rest` are the other fields."""
-        return cls(
-            scale=width**-0.5 if scale is None else scale,
-            tolerance=default_tolerance(dtype) if tolerance is None else tolerance,
-            **rest,
-        )
+        """Fill in the defaults of heads of a width, in a dtype."""
+        scale = width**-0.5 if scale is None else scale
+        tolerance = default_tolerance(dtype) if tolerance is None else tolerance
+        return cls(scale, threshold, score_bound, dropout, tolerance)

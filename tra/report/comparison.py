@@ -26,7 +26,7 @@ def write_comparison(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
 def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     """Return Markdown: exact match, notes, what attention does by length, training, and how to make it again."""
     groups = by_mechanism(runs)
-    _check_alike(groups)
+    _check_alike(runs, groups)
     first = runs[0]
     model, train = first.config["model"], first.config["train"]
     splits = [row["split"] for row in first.evaluation]
@@ -79,14 +79,13 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     return "\n".join(lines)
 
 
-def _check_alike(groups: Groups) -> None:
+def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:
     """Check that runs differ in what is compared alone. A ValueError says in what else they differ."""
     if len({tuple(run.seed for run in group) for group in groups.values()}) > 1:
         raise ValueError("a comparison needs the same seeds of every mechanism")
     for mechanism, group in groups.items():
         if len({run.config["optim"]["lr"] for run in group}) > 1:
             raise ValueError(f"the runs of {mechanism} have different learning rates: compare one at a time")
-    runs = [run for group in groups.values() for run in group]
     if len({run.metrics[-1]["step"] for run in runs}) > 1:
         raise ValueError("the runs have different steps: make them alike first")
     if len({tuple((row["examples"], row["seed"]) for row in run.evaluation) for run in runs}) > 1:
@@ -96,8 +95,7 @@ def _check_alike(groups: Groups) -> None:
 def _diagnosis_rows(groups: Groups, splits: Sequence[str], measures: dict[str, str]) -> list[list[str]]:
     """Return a row per mechanism that has any of the measures, with the means of all that it has by test set.
 
-    Args:
-        measures: By name in diagnose.jsonl how the number is written.
+    `measures` says how the number of each name in diagnose.jsonl is written.
     """
     rows = []
     for mechanism, group in groups.items():

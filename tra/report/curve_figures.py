@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-
 from tra.report import style
 from tra.report.curves import (
     Curve,
@@ -28,6 +26,8 @@ AXIS_NAMES = {
     "lifted": "negative key above\na positive one",
 }
 """Measures of diagnose.jsonl that have a figure."""
+
+SHARED_AXES: Any = {"sharex": True, "sharey": "row", "layout": "constrained"}
 
 PERPLEXITY_TICKS = (10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000, 2000)
 
@@ -72,8 +72,7 @@ def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> 
     lengths = sorted({length for curves in measures.values() for curve in curves.values() for length in curve.x})
     width = (5.5 if len(groups) == 1 else 2.9 * len(groups)) + 0.4
     size = (width, (0.7 if len(groups) == 1 else 1.2) + 2.2 * len(measures))
-    with style.styled():
-        figure, panels = _subplots(len(measures), len(groups), size)
+    with style.panels(path, len(measures), len(groups), size, **SHARED_AXES) as panels:
         for axes_row, (name, curves) in zip(panels, measures.items(), strict=True):
             for axes, group in zip(axes_row, groups, strict=True):
                 for mechanism in group:
@@ -89,16 +88,14 @@ def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> 
             style.legend_above(axes, columns=1 if len(groups) > 1 else 3, handles=handles)
         for axes in panels[-1]:
             axes.set_xlabel("length (dotted: trained on)")
-        style.save(figure, path)
 
 
 def draw_training(curves: Curves, path: Path) -> None:
     """Draw the loss on a logarithmic axis."""
     groups = style.split_into_panels(list(curves))
     several = any(level.runs > 1 for curve in curves.values() for level in curve.levels)
-    with style.styled():
-        size = (5.5, 3.2) if len(groups) == 1 else (2.9 * len(groups) + 0.4, 3.6)
-        figure, panels = _subplots(1, len(groups), size)
+    size = (5.5, 3.2) if len(groups) == 1 else (2.9 * len(groups) + 0.4, 3.6)
+    with style.panels(path, 1, len(groups), size, **SHARED_AXES) as panels:
         for axes, group in zip(panels[0], groups, strict=True):
             for number, mechanism in enumerate(group):
                 curve = curves[mechanism]
@@ -109,13 +106,11 @@ def draw_training(curves: Curves, path: Path) -> None:
             axes.set_xlabel("step")
             style.legend_above(axes, columns=1 if len(groups) > 1 else 3)
         panels[0][0].set_ylabel(training_title(several))
-        style.save(figure, path)
 
 
 def draw_perplexity(texts: dict[str, Curves], trained_at: int, path: Path) -> None:
     """Draw a panel per text; both axes are logarithmic."""
-    with style.styled():
-        figure, panels = plt.subplots(1, len(texts), figsize=(4.6 * len(texts), 3.6), sharey=True, squeeze=False)
+    with style.panels(path, 1, len(texts), (4.6 * len(texts), 3.6), sharey=True) as panels:
         for axes, (text, curves) in zip(panels[0], texts.items(), strict=True):
             for mechanism, curve in curves.items():
                 style.draw_curve(axes, curve, opacity=0.12, **style.line_style(mechanism))
@@ -130,20 +125,13 @@ def draw_perplexity(texts: dict[str, Curves], trained_at: int, path: Path) -> No
         panels[0][0].set_yticks(ticks, [str(tick) for tick in ticks])
         panels[0][0].set_ylabel("perplexity")
         panels[0][0].legend()
-        style.save(figure, path)
 
 
 def draw_positions(losses: dict[str, list[tuple[int, float | None, int]]], path: Path, title: str) -> None:
     """Draw the loss against the position in the window, from `by_position` of perplexity.jsonl."""
-    with style.styled():
-        figure, axes = plt.subplots(figsize=(5.5, 3.4))
+    with style.panels(path, 1, 1, (5.5, 3.4)) as ((axes,),):
         for mechanism, positions in losses.items():
             ends, means = zip(*((end, mean) for end, mean, _ in positions if mean is not None), strict=True)
             axes.plot(ends, means, **style.line_style(mechanism))
         axes.set(xscale="log", xlabel="place in the window, up to", ylabel="nats a token", title=title)
         axes.legend()
-        style.save(figure, path)
-
-
-def _subplots(rows: int, columns: int, size: tuple[float, float]) -> Any:
-    return plt.subplots(rows, columns, figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained")

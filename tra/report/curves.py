@@ -66,7 +66,7 @@ class Split(NamedTuple):
 
 def exact_match(runs: Runs, split: str) -> Level | None:
     """Return the share of sequences without an error, a mean over seeds."""
-    rows = [row for run in runs for row in _newest(run.evaluation, split)]
+    rows = [row for run in runs for row in newest(run.evaluation, split)]
     if len(rows) == 1:
         form = f".{exact_digits(rows[0].get('examples', 0))}f"
         return Level(rows[0]["exact"], rows[0]["low"], rows[0]["high"], 1, form)
@@ -75,7 +75,7 @@ def exact_match(runs: Runs, split: str) -> Level | None:
 
 def perplexity(runs: Runs, text: str, overlap: str, window: int) -> Level | None:
     """Return the perplexity of a text, a geometric mean over seeds."""
-    rows = [row for run in runs for row in perplexity_rows(run, text, overlap) if row["window"] == window]
+    rows = [row for run in runs for row in perplexity_rows(run, text, overlap, window)]
     if len(rows) == 1:
         mean: float = rows[0]["perplexity"]
         low, high = rows[0].get("low"), rows[0].get("high")  # None where there is one document
@@ -86,7 +86,7 @@ def perplexity(runs: Runs, text: str, overlap: str, window: int) -> Level | None
 
 def diagnosis(measure: str, runs: Runs, split: str, layer: int | None = None) -> Level | None:
     """Return a measure of diagnose.jsonl, a mean over layers (or of one layer), heads and seeds."""
-    rows = [row for run in runs for row in _newest(run.diagnosis, split)]
+    rows = [row for run in runs for row in newest(run.diagnosis, split)]
     means = [_mean_over_heads(row.get(measure), layer) for row in rows]
     return _level([mean for mean in means if mean is not None], ",.0f" if measure == "reach" else ".3f")
 
@@ -126,12 +126,14 @@ def texts_of(runs: Runs) -> list[tuple[str, str]]:
     return list(dict.fromkeys((row["text"], row["overlap"]) for run in runs for row in run.perplexity))
 
 
-def perplexity_rows(run: EvaluatedRun, text: str, overlap: str) -> list[Row]:
-    return [row for row in run.perplexity if (row["text"], row["overlap"]) == (text, overlap)]
+def perplexity_rows(run: EvaluatedRun, text: str, overlap: str, window: int) -> list[Row]:
+    wanted = (text, overlap, window)
+    return [row for row in run.perplexity if (row["text"], row["overlap"], row["window"]) == wanted]
 
 
 def windows_of(runs: Runs, text: str, overlap: str) -> list[int]:
-    return sorted({int(row["window"]) for run in runs for row in perplexity_rows(run, text, overlap)})
+    rows = (row for run in runs for row in run.perplexity)
+    return sorted({int(row["window"]) for row in rows if (row["text"], row["overlap"]) == (text, overlap)})
 
 
 def perplexity_curve(runs: Runs, text: str, overlap: str = "none") -> Curve:
@@ -152,7 +154,7 @@ def ratio_of(
 
 def _documents(run: EvaluatedRun, text: str, overlap: str, window: int) -> npt.NDArray[np.float64] | None:
     """Return loss and tokens of each document, `[N, 2]`, or None where they weren't kept."""
-    rows = [row for row in perplexity_rows(run, text, overlap) if row["window"] == window]
+    rows = perplexity_rows(run, text, overlap, window)
     try:
         found = np.array(rows[-1]["by_document"] if rows else None, dtype=np.float64)
     except (KeyError, TypeError, ValueError):
@@ -193,7 +195,7 @@ def _level(values: Sequence[float], form: str, geometric: bool = False) -> Level
     return Level(mean, min(values), max(values), len(values), form)
 
 
-def _newest(rows: Sequence[Row], split: str) -> list[Row]:
+def newest(rows: Sequence[Row], split: str) -> list[Row]:
     """Return the last row of a test set, if there is one."""
     return [row for row in rows if row["split"] == split][-1:]
 

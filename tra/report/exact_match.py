@@ -6,40 +6,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+import numpy as np
 
 from tra.report.names import name_of
-from tra.report.style import bar_hatch, colour_of, save, styled
+from tra.report.style import bar_hatch, colour_of, panels
 
 
 def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
-    """Draw rows of eval.jsonl with their 95 % intervals, and a line before the test sets longer than the first.
+    """Draw each mechanism's rows of eval.jsonl with 95 % intervals, and a line before test sets longer than the first.
 
-    Args:
-        results: The rows of each mechanism, of the same splits in the same order.
-        path: Where the figure goes. Its suffix chooses the format.
-        title: Which task was learnt, and on what.
+    All have the same splits in the same order.
     """
-    splits = [row["split"] for row in next(iter(results.values()))]
-    lengths = [row["longest"] for row in next(iter(results.values()))]
+    shown = next(iter(results.values()))
+    lengths = [row["longest"] for row in shown]
     width = 0.8 / len(results)
-    with styled():
-        figure, axes = plt.subplots(figsize=(1.2 * len(splits) + 1.5, 3.2))
+    with panels(path, 1, 1, (1.2 * len(shown) + 1.5, 3.2)) as ((axes,),):
         for number, (mechanism, rows) in enumerate(results.items()):
             places = [index + (number - (len(results) - 1) / 2) * width for index in range(len(rows))]
             heights = [row["exact"] for row in rows]
-            errors = [
-                [max(0.0, row["exact"] - row["low"]) for row in rows],
-                [max(0.0, row["high"] - row["exact"]) for row in rows],
-            ]
-            bars = axes.bar(places, heights, width * 0.95, color=colour_of(mechanism), edgecolor="white", linewidth=0)
-            for bar in bars:
-                bar.set_hatch(bar_hatch(mechanism))
-            bars.set_label(name_of(mechanism))
+            errors = np.maximum(0, [[row["exact"] - row["low"], row["high"] - row["exact"]] for row in rows]).T
+            look: Any = {
+                "color": colour_of(mechanism),
+                "hatch": bar_hatch(mechanism),
+                "edgecolor": "white",
+                "linewidth": 0,
+            }
+            axes.bar(places, heights, width * 0.95, label=name_of(mechanism), **look)
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
                 axes.text(place, row["high"] + 0.015, f"{100 * row['exact']:.0f}", ha="center", fontsize=8)
-        axes.set_xticks(range(len(splits)), [f"{s}\n{n:,}" for s, n in zip(splits, lengths, strict=True)])
+        axes.set_xticks(range(len(shown)), [f"{row['split']}\n{row['longest']:,}" for row in shown])
         axes.set_xlabel("test set, and its length in symbols")
         axes.set_ylabel("sequences without an error")
         axes.set_ylim(0, 1.12)
@@ -50,4 +46,3 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
             axes.text(longer - 0.45, 1.1, "longer than trained →", fontsize=8, va="bottom")
         axes.set_title(title, fontsize=10, loc="left", pad=28)
         axes.legend(ncols=len(results), loc="lower left", bbox_to_anchor=(0.0, 1.02))
-        save(figure, path)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
-from tra.report.curves import Curve, curve_by_length, diagnosis, first_of_length, splits_of
+from tra.report.curves import Curve, curve_by_length, diagnosis, first_of_length, newest, splits_of
 from tra.report.names import name_of
 from tra.report.runs import EvaluatedRun, by_mechanism
-from tra.report.style import draw_curve, length_ticks, save, styled
+from tra.report.style import draw_curve, length_ticks, panels
 
 MEASURES = {"log_forget": "gate, log σ", "reach": "reach, tokens"}
 
@@ -38,7 +37,7 @@ def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
                 if not run.diagnosis:
                     continue
                 name, length, _ = first_of_length(splits_of([run], diagnosed=True))[-1]
-                row = next(row for row in reversed(run.diagnosis) if row["split"] == name)
+                (row,) = newest(run.diagnosis, name)
                 for layer, heads in enumerate(row.get(measure) or []):
                     layers.append(f"{layer}" if len(group) == 1 else f"{run.seed}.{layer}")
                     values.append([np.nan if value is None else value for value in heads])
@@ -64,10 +63,9 @@ def draw_heads(grids: dict[str, dict[str, Heads]], path: Path) -> None:
     """Draw a row of panels per measure, a panel per mechanism, with a number per head."""
     columns = max(len(grid) for grid in grids.values())
     tall, wide = np.max([heads.values.shape for grid in grids.values() for heads in grid.values()], axis=0)
-    with styled(), mpl.rc_context({"axes.grid": False}):
-        size = (0.9 + columns * max(1.7, 0.42 * wide + 0.6), len(grids) * (0.9 + 0.24 * tall))
-        figure, panels = plt.subplots(len(grids), columns, figsize=size, squeeze=False)
-        for axes_row, (measure, grid) in zip(panels, grids.items(), strict=True):
+    size = (0.9 + columns * max(1.7, 0.42 * wide + 0.6), len(grids) * (0.9 + 0.24 * tall))
+    with panels(path, len(grids), columns, size, tight=True) as rows:
+        for axes_row, (measure, grid) in zip(rows, grids.items(), strict=True):
             values = np.concatenate([heads.values.ravel() for heads in grid.values()])
             low, high = np.nanmin(values), np.nanmax(values)
             for axes, (mechanism, heads) in zip(axes_row, grid.items(), strict=False):
@@ -79,12 +77,11 @@ def draw_heads(grids: dict[str, dict[str, Heads]], path: Path) -> None:
             length = max(heads.length for heads in grid.values())
             several = any("." in name for heads in grid.values() for name in heads.layers)
             axes_row[0].set_ylabel(f"{MEASURES[measure]}\n{'seed.layer' if several else 'layer'}, length {length:,}")
-        figure.tight_layout()
-        save(figure, path)
 
 
 def _draw_grid(axes: Any, heads: Heads, low: float, high: float) -> None:
     spread = high - low or 1.0
+    axes.grid(visible=False)
     axes.imshow(heads.values, cmap="Blues", vmin=low - 0.1 * spread, vmax=high, aspect="auto")
     for (row, column), value in np.ndenumerate(heads.values):
         text = "-" if np.isnan(value) else f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
@@ -102,10 +99,8 @@ def _draw_grid(axes: Any, heads: Heads, low: float, high: float) -> None:
 def draw_kept(mechanisms: dict[str, list[Curve]], path: Path) -> None:
     """Draw a panel per mechanism, with a line per layer."""
     lengths = sorted({length for curves in mechanisms.values() for curve in curves for length in curve.x})
-    with styled():
-        size = (2.6 * len(mechanisms) + 0.9, 2.9)
-        figure, panels = plt.subplots(1, len(mechanisms), figsize=size, sharey=True, squeeze=False)
-        for axes, (mechanism, curves) in zip(panels[0], mechanisms.items(), strict=True):
+    with panels(path, 1, len(mechanisms), (2.6 * len(mechanisms) + 0.9, 2.9), sharey=True, tight=True) as (row,):
+        for axes, (mechanism, curves) in zip(row, mechanisms.items(), strict=True):
             for layer, curve in enumerate(curves):
                 shade = mpl.colormaps["viridis"](0.85 * layer / max(1, len(curves) - 1))
                 line = {"marker": "osD^vPX*"[layer % 8], "linestyle": ("-", "--", ":", "-.")[layer % 4]}
@@ -114,7 +109,5 @@ def draw_kept(mechanisms: dict[str, list[Curve]], path: Path) -> None:
             length_ticks(axes, lengths)
             axes.set_ylim(0, 1.03)
             axes.set_xlabel("length")
-        panels[0][0].set_ylabel("share of keys kept")
-        panels[0][-1].legend(fontsize=8)
-        figure.tight_layout()
-        save(figure, path)
+        row[0].set_ylabel("share of keys kept")
+        row[-1].legend(fontsize=8)

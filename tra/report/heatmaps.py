@@ -71,13 +71,7 @@ def panels(found: Sequence[AttentionMaps]) -> list[Panel]:
 
 
 def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = ()) -> None:
-    """Draw runs that looked at the same window of the same sequence.
-
-    Args:
-        found: The maps of each run.
-        path: Where the figure goes. Its suffix chooses the format.
-        names: What the runs are called; their mechanisms by default.
-    """
+    """Draw the maps of runs that looked at the same window of the same sequence, under the mechanisms by default."""
     check_figure(path)
     first = found[0]
     for other in found[1:]:

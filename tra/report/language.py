@@ -52,17 +52,15 @@ def losses_by_position(runs: Sequence[EvaluatedRun], text: str) -> dict[str, Pos
     found: dict[str, Positions] = {}
     for mechanism, group in by_mechanism(runs).items():
         for run in group:
-            for row in perplexity_rows(run, text, "none"):
-                if row["window"] == POSITIONS_WINDOW:
-                    found.setdefault(mechanism, row["by_position"])
+            for row in perplexity_rows(run, text, "none", POSITIONS_WINDOW):
+                found.setdefault(mechanism, row["by_position"])
     return found
 
 
 def language_text(runs: Sequence[EvaluatedRun], notes: str = "", rates: Path | None = None) -> str:
     """Return Markdown: notes, a table per text and overlap, ratios to TRA, loss by position, TRA's heads, and the runs.
 
-    Args:
-        rates: An archive of the runs of `language-rates`, which gets a table.
+    `rates` is an archive of the runs of `language-rates`, which get a table.
     """
     config = runs[0].config
     model = config["model"]
@@ -122,7 +120,7 @@ def _trained_window(runs: Sequence[EvaluatedRun]) -> int:
 
 
 def _perplexity_table(curves: Curves) -> list[str]:
-    windows = {window: f"{window:,}" for window in sorted({window for curve in curves.values() for window in curve.x})}
+    windows = sorted({window for curve in curves.values() for window in curve.x})
     texts = {
         name_of(mechanism): {window: level.text for window, level in zip(curve.x, curve.levels, strict=True)}
         for mechanism, curve in curves.items()
@@ -137,15 +135,16 @@ def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
         return []
     lines = ["", "## Perplexity over that of TRA", ""]
     lines += ["Paired by document, with 95 % intervals; above 1 TRA is better."]
+    others = [run for group in by_mechanism(runs).values() for run in group if run.mechanism != "tra"]
     for text in _texts(runs):
-        windows = {window: f"{window:,}" for window in windows_of([tra], text, "none")}
+        windows = windows_of([tra], text, "none")
         rows = []
-        for run in (run for group in by_mechanism(runs).values() for run in group if run.mechanism != "tra"):
+        for run in others:
             ratios = [ratio_of(run, window, tra, window, text) for window in windows]
             if any(ratios):
                 rows.append([name_of(run.mechanism), *(ratio.text if ratio else "" for ratio in ratios)])
         if rows:
-            lines += ["", *table([text, *windows.values()], rows)]
+            lines += ["", *table([text, *(f"{window:,}" for window in windows)], rows)]
     return lines
 
 
@@ -153,7 +152,7 @@ def _positions(runs: Sequence[EvaluatedRun]) -> list[str]:
     lines: list[str] = []
     for text in _texts(runs):
         if losses := losses_by_position(runs, text):
-            ends = {end: f"{end:,}" for end, _, _ in next(iter(losses.values()))}
+            ends = [end for end, _, _ in next(iter(losses.values()))]
             texts = {
                 name_of(mechanism): {end: f"{mean:.2f}" for end, mean, _ in positions if mean is not None}
                 for mechanism, positions in losses.items()
@@ -193,22 +192,15 @@ def _rates(archive: Path) -> list[str]:
         for member in sorted(files.getnames()):
             if member.endswith("/perplexity.jsonl"):
                 folder = member.removesuffix("/perplexity.jsonl")
-                (row,) = (json.loads(line) for line in _read(files, member).splitlines())
-                config = json.loads(_read(files, f"{folder}/config.json"))
+                opened = (files.extractfile(name) for name in (member, f"{folder}/config.json"))
+                row, config = (json.load(file) for file in opened if file)
                 steps = config["train"]["steps"]
                 variant = folder.rsplit("/", 1)[-1].rsplit("-", 1)[0]
                 found.setdefault(variant, {})[config["optim"]["lr"]] = f"{row['perplexity']:.1f}"
-    rates = {rate: f"{rate:g}" for rate in sorted({rate for by_rate in found.values() for rate in by_rate})}
     return [
         f"{steps:,} steps of `tra suite run language-rates`: perplexity of held-out articles at the training window. "
         "`pre` is the pre-norm block, `norm` normalises queries and keys (TRA always does), `slow` starts with a gate "
         "bias of 3.",
         "",
-        *grid("variant", rates, found),
+        *grid("variant", sorted({rate for by_rate in found.values() for rate in by_rate}), found, "g"),
     ]
-
-
-def _read(files: tarfile.TarFile, member: str) -> str:
-    file = files.extractfile(member)
-    assert file is not None
-    return file.read().decode()

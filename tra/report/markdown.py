@@ -18,14 +18,13 @@ def _row(cells: Sequence[Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def grid(corner: str, columns: dict[Any, str], rows: dict[str, dict[Any, str]]) -> list[str]:
+def grid(corner: str, columns: Sequence[Any], rows: dict[str, dict[Any, str]], form: str = ",") -> list[str]:
     """Return a table of cells by row and column, empty where there is none, without rows that have none.
 
-    Args:
-        columns: The heads of the columns, in order.
+    `form` is the format of the numbers over the columns.
     """
     filled = [[name, *(cells.get(column, "") for column in columns)] for name, cells in rows.items() if cells]
-    return table([corner, *columns.values()], filled)
+    return table([corner, *(format(column, form) for column in columns)], filled)
 
 
 def facts_table(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ from PIL import Image
 from tra.report.curves import Curve
 from tra.report.names import COLOURS, NAMES, name_of
 from tra.runs import write_atomically
-
-__all__ = ["COLOURS", "NAMES", "SETTINGS", "save"]
 
 SETTINGS: Any = {
     "figure.dpi": 150,
@@ -44,6 +43,19 @@ _HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
 def styled() -> Any:
     """Return a context in which to draw a figure."""
     return plt.rc_context(SETTINGS)
+
+
+@contextmanager
+def panels(
+    path: Path, rows: int, columns: int, size: tuple[float, float], tight: bool = False, **options: Any
+) -> Iterator[Any]:
+    """Give the panels `[rows, columns]` of a figure to draw on, and write it afterwards."""
+    with styled():
+        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
+        yield axes
+        if tight:
+            figure.tight_layout()
+        save(figure, path)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers.distributed.tensor_parallel import _get_parameter_plan
 from tests.hub.models import language_model
 from tra.attention import MECHANISMS
 from tra.hub import TRAForCausalLM
+from tra.hub.config import SPLIT_BY_HEAD
 
 
 def blocks(model: TRAForCausalLM) -> set[str]:
@@ -40,7 +41,7 @@ def test_every_rule_of_the_fsdp_plan_applies(caplog: pytest.LogCaptureFixture) -
     assert "not applied" not in caplog.text
 
 
-@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name not in ("lstm", "differential", "cope")])
+@pytest.mark.parametrize("mechanism", sorted(SPLIT_BY_HEAD))
 def test_tensor_parallelism_shards_every_matrix(mechanism: str) -> None:
     """Inputs of a block are split by columns, its outputs by rows; gates are split as the heads are."""
     model = language_model(mechanism)
@@ -54,3 +55,9 @@ def test_tensor_parallelism_shards_every_matrix(mechanism: str) -> None:
         assert style.startswith("rowwise") == output, (name, style)
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     assert model.tp_plan[head] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize("mechanism", [name for name in MECHANISMS if name not in SPLIT_BY_HEAD])
+def test_what_is_not_alike_in_all_heads_is_not_split(mechanism: str) -> None:
+    """Slopes, factors and states per head would have to be split with the heads, which no plan can say."""
+    assert set(language_model(mechanism).tp_plan) == {"lm_head"}

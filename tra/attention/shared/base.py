@@ -49,8 +49,8 @@ class Mechanism(nn.Module):
     """It replaces a whole block, not the block's attention alone."""
     takes_key_lengths: ClassVar[bool] = False
     """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
-    caches_more: ClassVar[bool] = False
-    """Its cache holds more than keys and values."""
+    keeps_state: ClassVar[bool] = False
+    """Its cache holds a state of all tokens so far, out of which none can be taken again."""
 
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
         raise ValueError(f"{type(self).__name__} has no attention map")
@@ -127,16 +127,21 @@ class Attention(Mechanism):
         key_mask: Tensor | None = None,
         cache: LayerCache | StaticLayerCache | None = None,
         document_ids: Tensor | None = None,
-    ) -> Tensor:
+        with_map: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`[B, T, d_model]` -> the same.
 
         Args:
             key_mask: `[B, cached + T]` bool, False at padding, which may stand anywhere.
             cache: Holds the keys and values of earlier tokens; those of the new ones are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
+            with_map: Also return the attention weights, see `attend_with_map`.
         """
         if self.fuse_projections and torch.is_grad_enabled():
             check_plain_parts(self, FUSED_PARTS)
+        if with_map:
+            out, weights = self.attend_with_map(self.prepare_inputs(x, key_mask, cache, document_ids))
+            return self.o_proj(out.transpose(1, 2).flatten(2)), weights
         out = self.project_and_attend(x, key_mask, cache, document_ids)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -186,8 +191,8 @@ class Attention(Mechanism):
             query, key, value = joint.split([layer.out_features for layer in layers], dim=-1)
         else:
             query, key, value = (layer(x) for layer in layers)
-        query = query.unflatten(-1, (self.n_heads, -1))
-        key, value = (y.unflatten(-1, (self.n_kv_heads, -1)) for y in (key, value))
+        # Tensor parallelism leaves each process some of the heads.
+        query, key, value = (y.unflatten(-1, (-1, self.head_width)) for y in (query, key, value))
         return query, key, value
 
     @property
@@ -206,6 +211,17 @@ class Attention(Mechanism):
     def weigh(self, logits: Tensor) -> Tensor:
         """Turn logits into weights."""
         return logits.softmax(-1)
+
+    def attend_with_map(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        """Return what the queries read, and the weights `[B, H, Tq, Tk]` that values were weighed with.
+
+        Gradients flow through the weights, unlike in `attention_map`. Computed without autocast, from `logits`, so it
+        equals `attend` up to rounding. Memory is `B · H · Tq · Tk`. Not for static caches.
+        """
+        with torch.autocast(inputs.x.device.type, enabled=False):
+            weights = self.weigh(self.logits(inputs, torch.arange(inputs.query.shape[2], device=inputs.x.device)))
+            value = inputs.value.repeat_interleave(weights.shape[1] // inputs.value.shape[1], dim=1)
+            return F.dropout(weights, self.dropout_now).to(value.dtype) @ value, weights
 
     @torch.no_grad()
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:

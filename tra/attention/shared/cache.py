@@ -29,7 +29,7 @@ class LayerCache:
     def __init__(self) -> None:
         self.length = 0
         self.state: dict[str, Tensor] = {}
-        """Tensors that a mechanism carries from token to token."""
+        """Tensors `[B, ...]` that a mechanism carries from token to token."""
         self._buffers: dict[str, Tensor] = {}
 
     def positions(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ class LayerCache:
 
 def check_no_grad(*tensors: Tensor) -> None:
     """Raise a RuntimeError if a gradient would have to flow into a cache."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and not torch.compiler.is_exporting() and any(x.requires_grad for x in tensors):
         raise RuntimeError("a cache is for inference: gradients don't flow through it, so use torch.no_grad()")
 
 

@@ -85,12 +85,12 @@ def scores(inputs: AttentionInputs, rows: Tensor) -> Tensor:
 def softmax_attention(inputs: AttentionInputs, dropout: float, *, scale: float | None = None) -> Tensor:
     """Run causal `scaled_dot_product_attention`, with padding and documents."""
     query, key, value = inputs.query, inputs.key, inputs.value
-    grouped = query.shape[1] != key.shape[1]
+    grouped = bool(query.shape[1] != key.shape[1])  # in exports sizes, and what compares them, are symbols
     n_queries, n_keys = query.shape[2], key.shape[2]
     unmasked = inputs.key_mask is None and inputs.document_ids is None and inputs.key_lengths is None
     if unmasked and n_queries in (1, n_keys):
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=n_queries > 1, scale=scale, enable_gqa=grouped
+            query, key, value, dropout_p=dropout, is_causal=bool(n_queries > 1), scale=scale, enable_gqa=grouped
         )
     mask = visible_keys(inputs, torch.arange(n_queries, device=query.device))
     return F.scaled_dot_product_attention(

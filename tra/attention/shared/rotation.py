@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tra.ops.compiler_workarounds import decomposable
+
 
 def rotate_by_position(tensors: Sequence[Tensor], position: Tensor, theta: float) -> list[Tensor]:
     """Rotate the pairs (x_i, x_{i + width/2}) of `[B, H, T, width]` by the tokens' `position` `[B or 1, T]`.
@@ -19,6 +21,7 @@ def rotate_by_position(tensors: Sequence[Tensor], position: Tensor, theta: float
     return [rotate(x.transpose(1, 2), cos_sin).transpose(1, 2) for x in tensors]
 
 
+@decomposable
 @torch.library.custom_op("tra::rotations", mutates_args=())
 def rotations(position: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
     """Return cosines and sines, `[B, T]` -> `[2, B, T, 1, width / 2]`.
@@ -31,7 +34,7 @@ def rotations(position: Tensor, width: int, theta: float, dtype: torch.dtype) ->
     return torch.stack([angle.cos(), angle.sin()])
 
 
-@rotations.register_fake
+@rotations.operator.register_fake
 def _(position: Tensor, width: int, theta: float, dtype: torch.dtype) -> Tensor:
     batch, length = position.shape
     return position.new_empty(2, batch, length, 1, width // 2, dtype=dtype)

@@ -1,7 +1,8 @@
 """Documents of a text on this machine for EleutherAI's harness, which imports this file by its path.
 
 The text is what `tra prepare` takes for one: a WikiText file, .txt, .jsonl, also compressed. It is scored as it is, so
-that results can be held against `tra evaluate --text`.
+that results can be held against `tra evaluate --text`; but `<|endoftext|>` written in it is a separator to the harness,
+and text to `tra evaluate`.
 """
 
 from __future__ import annotations

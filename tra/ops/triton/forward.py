@@ -23,7 +23,6 @@ from tra.ops.triton import (
 )
 from tra.ops.triton.availability import why_unavailable
 from tra.ops.triton.launch import (
-    ForwardState,
     device_guard,
     empty_forward_state,
     heads_sorted_together,
@@ -89,27 +88,10 @@ def _forward(
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a `ForwardState`."""
-    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance)
-    state = empty_forward_state(query, value, training)
-    run_forward(state, query, key, value, log_forget, first, last, seed, options, training)
-    return tuple(state)  # type: ignore[return-value]
-
-
-def run_forward(
-    state: ForwardState,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_forget: Tensor,
-    first: Tensor | None,
-    last: Tensor | None,
-    seed: Tensor | None,
-    options: AttentionOptions,
-    training: bool,
-) -> None:
-    """Fill `state` by the forward kernel."""
     from tra.ops.triton.forward_kernel import forward_kernel
 
+    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance)
+    state = empty_forward_state(query, value, training)
     batch, heads, n_queries, width = query.shape
     kv_heads, n_keys = key.shape[1:3]
     early = options.tolerance > 0
@@ -149,6 +131,7 @@ def run_forward(
     tiles = block_shapes.candidates(block_shapes.FORWARD, constants["BD"], constants["BDV"], q.element_size(), q.device)
     with device_guard(q.device):
         block_shapes.run((q.device, query.dtype, *constants.values()), n_keys, tiles, launch_with)
+    return tuple(state)  # type: ignore[return-value]
 
 
 @_forward.register_fake

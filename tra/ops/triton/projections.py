@@ -74,9 +74,7 @@ def attention_of_projections(
     if x.numel() == 0:
         raise ValueError(f"x is empty: got shape {tuple(x.shape)}, expected every dimension to be at least 1")
     width = weights.query.shape[0] // n_heads
-    options = AttentionOptions.resolve(
-        width, x.dtype, threshold=threshold, score_bound=score_bound, dropout=dropout, tolerance=tolerance
-    )
+    options = AttentionOptions.resolve(width, x.dtype, None, threshold, score_bound, dropout, tolerance)
     seed = draw_seed(x.device) if dropout > 0 else None
     joint = torch.cat([weight for weight in weights[:4] if weight is not None])
     if len(joint) % ROW_MULTIPLE:

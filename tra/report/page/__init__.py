@@ -13,18 +13,9 @@ from tra.report.page.data import page_data
 from tra.report.runs import Problem
 from tra.runs import write_atomically
 
-__all__ = ["Problem", "page_text", "write_page"]
-
 FOLDER = Path(__file__).parent
 SCRIPTS = ("base.js", "charts.js", "tables.js", "maps.js", "page.js")
-STYLE, TEMPLATE = "page.css", "template.html"
-ESCAPES: dict[str, str | int | None] = {
-    "<": "\\u003c",
-    ">": "\\u003e",
-    "&": "\\u0026",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-}
+ESCAPES = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 
 
 def write_page(folders: Sequence[Path], out: Path) -> list[Problem]:
@@ -43,7 +34,7 @@ def page_text(data: dict[str, Any]) -> str:
 
     own, style, template = (
         "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
-        for names in (SCRIPTS, (STYLE,), (TEMPLATE,))
+        for names in (SCRIPTS, ["page.css"], ["template.html"])
     )
     scripts = [get_plotlyjs(), f'"use strict";\n(() => {{\n{own}\n}})();\n']
     # browsers read \r\n as \n before they take the digest
@@ -63,8 +54,7 @@ def page_text(data: dict[str, Any]) -> str:
 
 def embedded(data: Any) -> str:
     """Return JSON that can stand in a script element, whatever its strings hold."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(str.maketrans(ESCAPES))
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 
 def _digest(script: str) -> str:

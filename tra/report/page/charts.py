@@ -21,6 +21,7 @@ DIAGNOSES = FAILURES | {
     "reach": "reach, tokens",
 }
 TRAINING = {"loss": "", "exact": "sequences without an error", "accuracy": "right symbols"}
+LOGARITHMIC = ("perplexity", "reach", "loss")
 
 Lines = list[dict[str, Any]]
 
@@ -31,37 +32,36 @@ def charts(section: Section) -> list[dict[str, Any]]:
     trained = section.runs[0].trained_length
     if splits := curves.splits_of(section.runs):
         lines = _lines_by_length(section, splits, curves.exact_match)
-        measure = _measure("exact", "sequences without an error", lines, unit=True)
+        measure = _measure("exact", "sequences without an error", lines)
         found.append(_chart("length", "Exact match by length", "length of the input", trained, [measure]))
     for text, overlap in curves.texts_of(section.runs):
         by_group = [curves.perplexity_curve(group.runs, text, overlap) for group in section.groups]
-        measure = _measure("perplexity", "perplexity", _lines(by_group, lambda window: f"window {window:,}"), log=True)
+        measure = _measure("perplexity", "perplexity", _lines(by_group, "window"))
         title = f"Perplexity by window: {overlap_text(text, overlap)}"
         found.append(_chart("perplexity", title, "window, tokens", trained, [measure]))
     for text, splits in _diagnosed_splits(section).items():
         measures = []
         for name, title in DIAGNOSES.items():
             if lines := _lines_by_length(section, splits, partial(curves.diagnosis, name)):
-                measures.append(_measure(name, title, lines, unit=name != "reach", log=name == "reach"))
+                measures.append(_measure(name, title, lines))
         if measures:
             title = f"The failures of attention by length{f': {text}' if text else ''}"
             found.append(_chart("failures", title, "length of the input", trained, measures))
     measures = []
     for name, title in TRAINING.items():
         by_group = [_thinned(curves.training_curve(group.runs, name)) for group in section.groups]
-        kind = "geometric mean" if name == "loss" else "mean"
-        lines = _lines(by_group, lambda step: f"step {step:,}", kind)
+        lines = _lines(by_group, "step", "geometric mean" if name == "loss" else "mean")
         if any(value for line in lines for value in line["y"]):
-            title = title or training_title(any(line["several"] for line in lines))
-            measures.append(_measure(name, title, lines, unit=name != "loss", log=name == "loss"))
+            measures.append(_measure(name, title or training_title(any(line["several"] for line in lines)), lines))
     if measures:
         found.append(_chart("training", "Training", "step", None, measures))
     return found
 
 
-def _measure(name: str, title: str, lines: Lines, unit: bool = False, log: bool = False) -> dict[str, Any]:
+def _measure(name: str, title: str, lines: Lines) -> dict[str, Any]:
     """Return what the script knows of a measure; `unit` is one that lies between 0 and 1."""
-    return {"name": name, "title": title, "unit": unit, "log": log, "lines": lines}
+    log = name in LOGARITHMIC
+    return {"name": name, "title": title, "unit": not log, "log": log, "lines": lines}
 
 
 def _chart(kind: str, title: str, x_title: str, trained: int | None, measures: Lines) -> dict[str, Any]:
@@ -83,10 +83,12 @@ def _lines_by_length(section: Section, splits: Sequence[Split], level_of: Callab
     return lines
 
 
-def _lines(by_group: Iterable[Curve], where: Callable[[int], str], kind: str = "mean") -> Lines:
-    """Return a line per group; `where` puts a point's place into words."""
-    numbered = enumerate(by_group)
-    return [line for number, curve in numbered for line in _line(number, curve, map(where, curve.x), kind=kind)]
+def _lines(by_group: Iterable[Curve], what: str, kind: str = "mean") -> Lines:
+    """Return a line per group; `what` is counted along it."""
+    lines: Lines = []
+    for number, curve in enumerate(by_group):
+        lines += _line(number, curve, [f"{what} {x:,}" for x in curve.x], kind=kind)
+    return lines
 
 
 def _line(number: int, curve: Curve, where: Iterable[str], alone: bool = False, kind: str = "mean") -> Lines:

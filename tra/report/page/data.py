@@ -72,7 +72,7 @@ def _section(section: Section, maps: dict[str, dict[str, Any]]) -> dict[str, Any
 
 def _run(run: EvaluatedRun, label: str) -> dict[str, Any]:
     last = run.sessions[-1] if run.sessions else {}
-    facts = {key: last.get(key) for key in ("commit", "device", "torch", "started") if last.get(key)}
+    facts = {key: last[key] for key in ("commit", "device", "torch", "started") if last.get(key)}
     if run.metrics:
         facts |= {"steps": f"{run.metrics[-1]['step']:,}", "final loss": f"{run.metrics[-1]['loss']:.3g}"}
     commands = [_command(session.get("arguments")) for session in run.sessions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ def read_maps(runs: Sequence[EvaluatedRun]) -> tuple[dict[str, AttentionMaps], l
         file = RunFolder(Path(run.name)).attention_file
         if file.is_file():
             try:
-                found[run.name] = _checked(read_attention(file), file)
+                maps = read_attention(file)
+                if maps.weights.size == 0 or (len(maps.row_symbols), len(maps.symbols)) != maps.weights.shape[2:]:
+                    raise ValueError(f"{file.name} is damaged: a symbol is due for every query and key")
+                found[run.name] = maps
             except (ValueError, OSError) as error:
                 why = f"its attention maps are left out: {one_line(error)}"
                 problems.append(Problem(run.name, why, whole=False))
@@ -41,20 +45,19 @@ def read_maps(runs: Sequence[EvaluatedRun]) -> tuple[dict[str, AttentionMaps], l
 
 def fit_maps(maps: dict[str, AttentionMaps]) -> tuple[dict[str, AttentionMaps], str]:
     """Return the first maps that fit on a page, cut alike, and what was left out, in words."""
-    first = list(maps.values())[:MAX_MAPS]
-    sizes = (size for size in WINDOWS if sum(_bytes(_cut(map_, size)) for map_ in first) <= MAX_BYTES)
-    window = next(sizes, WINDOWS[-1])
+    first = dict(itertools.islice(maps.items(), MAX_MAPS))
+    for window in WINDOWS:
+        cut = {name: _cut(map_, window) for name, map_ in first.items()}
+        if sum(map(_bytes, cut.values())) <= MAX_BYTES:
+            break
     kept: dict[str, AttentionMaps] = {}
-    room = MAX_BYTES
-    for name, map_ in list(maps.items())[:MAX_MAPS]:
-        cut = _cut(map_, window)
-        if _bytes(cut) <= room:
-            kept[name] = cut
-            room -= _bytes(cut)
+    for name, map_ in cut.items():
+        if _bytes(map_) + sum(map(_bytes, kept.values())) <= MAX_BYTES:
+            kept[name] = map_
     notes = []
     if len(kept) < len(maps):
         notes.append(f"{len(kept)} of {len(maps)} runs with maps are shown")
-    if any(max(len(map_.rows), len(map_.columns)) > window for map_ in first):
+    if any(max(len(map_.rows), len(map_.columns)) > window for map_ in first.values()):
         notes.append(f"of a larger map only the last {window} queries and the last {window} keys that they see")
     return kept, f"To keep the page small, {', and '.join(notes)}." if notes else ""
 
@@ -72,12 +75,6 @@ def encode_maps(maps: AttentionMaps) -> dict[str, Any]:
         "distances": _base64(maps.distances, "<u2"),
         "null": _base64(maps.null, "u1"),
     }
-
-
-def _checked(maps: AttentionMaps, file: Path) -> AttentionMaps:
-    if maps.weights.size == 0 or (len(maps.row_symbols), len(maps.symbols)) != maps.weights.shape[2:]:
-        raise ValueError(f"{file.name} is damaged: a symbol is due for every query and key")
-    return maps
 
 
 def _cut(maps: AttentionMaps, size: int) -> AttentionMaps:
