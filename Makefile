@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report clean
+.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report fuzz chaos clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,6 +36,12 @@ test: setup-dev lint types ## Lint, types and the quick tests
 test-all: setup-dev lint types ## All of it, also what is slow: kills, compilers, training runs, further cases
 	$(BIN)/python -m pytest -m 'not timing and not gpu' -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m timing
+
+fuzz: setup-dev ## Hostile input, long: 25,000 command lines, configs, folders and archives (FUZZ_EXAMPLES=…, FUZZ_SEED=…)
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-25000} $(BIN)/python -m pytest tests/fuzz -n 2 --dist worksteal
+
+chaos: setup-dev ## Kills, full disks and several writers, for 18 minutes
+	$(BIN)/python -m tests.chaos --jobs 2 --minutes 18
 
 lint: setup-dev ## Style
 	$(BIN)/ruff format --check .

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from tra import unknown_name
-from tra.model import DecoderConfig
+from tra.model import Decoder, DecoderConfig
 from tra.tasks import TASKS, Task
 from tra.text.task import Text
 
@@ -22,6 +24,11 @@ VERSION = 1
 """Version of the JSON form. A file of a newer version is refused."""
 MAX_NUMBER = 2**63 - 1
 """Largest number of a config: seeds and sizes have 64 bits in torch."""
+
+MAX_LAYERS = 10_000
+MAX_PARAMETERS = 10**12
+MAX_BATCH_TOKENS = 2**36
+"""Sizes beyond these are mistakes: no memory holds them."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class OptimConfig:
             raise ValueError(f"optim needs lr > 0, 0 <= warmup <= 1 and weight_decay >= 0, all finite, got {self}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"optim.clip must be above 0 or null, got {self.clip}")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"optim.beta1 and optim.beta2 must lie in [0, 1), got {self.beta1} and {self.beta2}")
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -144,7 +153,14 @@ class RunConfig:
         for split in (*self.evaluate.splits, *self.evaluate.examples_of):
             task.lengths(split)
         model = dataclasses.replace(self.model, vocab_size=task.vocab_size)
+        _check_size(model, task.size("train") * self.train.batch_size)
         return dataclasses.replace(self, model=model)
+
+    def check_model(self) -> None:
+        """Raise a ValueError if no model can be made of the config. Needs no memory for its weights."""
+        few_layers = dataclasses.replace(self.model, n_layers=min(2, self.model.n_layers))
+        with torch.device("meta"):
+            Decoder(few_layers)
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))
@@ -181,6 +197,17 @@ class RunConfig:
         return RunConfig.from_dict(values)
 
 
+def _check_size(model: DecoderConfig, tokens: int) -> None:
+    """Refuse sizes that no memory holds."""
+    if model.n_layers > MAX_LAYERS:
+        raise ValueError(f"model.n_layers must be at most {MAX_LAYERS:,}, got {model.n_layers:,}")
+    parameters = 12 * model.n_layers * model.d_model**2 + 2 * model.vocab_size * model.d_model
+    if parameters > MAX_PARAMETERS:
+        raise ValueError(f"the model would have about {parameters:.1e} parameters, more than {MAX_PARAMETERS:.0e}")
+    if tokens > MAX_BATCH_TOKENS:
+        raise ValueError(f"a batch would have {tokens:.1e} tokens, more than {MAX_BATCH_TOKENS:.1e}")
+
+
 def differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> list[str]:
     """Return the dotted keys in which two configs differ."""
     found = []
@@ -206,21 +233,21 @@ def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
     section = values
     for depth, name in enumerate(sections, start=1):
         if not isinstance(section.get(name), dict):
-            raise ValueError(unknown_name("key", ".".join(sections[:depth]), _dotted_keys(values)))
+            raise ValueError(unknown_name("key", ".".join(sections[:depth]), dotted_keys(values)))
         section = section[name]
     takes_any_key = sections[-1:] in (["arguments"], ["examples_of"])
     if key not in section and not takes_any_key:
-        raise ValueError(unknown_name("key", dotted, _dotted_keys(values)))
+        raise ValueError(unknown_name("key", dotted, dotted_keys(values)))
     if isinstance(section.get(key), dict) and not isinstance(value, dict):
         example = next(iter(section[key]), "key")
         raise ValueError(f"{dotted} is a section: set one of its keys, such as {dotted}.{example}")
     section[key] = value
 
 
-def _dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
+def dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
     keys = []
     for key, value in values.items():
-        keys += _dotted_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
+        keys += dotted_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
     return keys
 
 

@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import shlex
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ SHARDS = 8
 """Parts of a long run's target, so that several processes share it."""
 FAILURES = os.environ.get("FUZZ_FAILURES")
 """A folder: collect failures there, the shortest command line of each kind, instead of stopping at the first."""
+REPORT_SECONDS = 10
+"""Time between two reports of how far a long run is."""
 CONFIRMING_FACTOR = 4
 """A command that seems slow gets this many times as long before it is called so."""
 
@@ -122,6 +126,7 @@ def examine(
     counts["interrupted" if outcome.was_interrupted else f"status {outcome.status}"] += 1
     counts["with known failures"] += bool(set(broken) - set(unknown))
     counts["with new failures"] += bool(unknown)
+    _report_progress()
     if not unknown:
         return
     line = f"tra {shlex.join(arguments)}"
@@ -132,6 +137,19 @@ def examine(
     raise AssertionError(
         f"{'; '.join(unknown)}\n{told}\n{line[:2000]}\n{outcome.stderr[:2000]}\n{outcome.trace[-3000:]}"
     )
+
+
+_reported_at = 0.0
+
+
+def _report_progress() -> None:
+    """Write the counts every few seconds, so that a long run that is stopped has them."""
+    global _reported_at
+    if "FUZZ_PARTS" in os.environ and time.monotonic() - _reported_at > REPORT_SECONDS:
+        _reported_at = time.monotonic()
+        folder = Path(os.environ["FUZZ_PARTS"])
+        write_counts(folder)
+        write_report(folder)
 
 
 def _attempt(
@@ -150,7 +168,7 @@ def _attempt(
     after = snapshot(sandbox.root)
     if before != after:
         sandbox.is_fresh = False
-    return outcome, check(outcome, before, after, _intact(sandbox))
+    return outcome, check(outcome, before, after, _intact(sandbox), _first_snapshot(sandbox))
 
 
 _FIRST: dict[Path, Snapshot] = {}
@@ -188,7 +206,37 @@ def write_counts(folder: Path) -> None:
     """Write this process's counts."""
     if COUNTS:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(COUNTS))
+        temporary = folder / f"{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(COUNTS))
+        temporary.replace(folder / f"{os.getpid()}.json")
+
+
+def write_report(parts: Path) -> None:
+    """Write the counts of all processes to the file FUZZ_REPORT, with seed, commit and time, if it is asked for."""
+    report, counts = os.environ.get("FUZZ_REPORT"), merged_counts(parts)
+    if not report or not counts:
+        return
+    failures = sum(found.get("with new failures", 0) for found in counts.values())
+    facts = {
+        "examples": sum(found.get("examples", 0) for found in counts.values()),
+        "failures": failures,
+        "seed": FIRST_SEED,
+        "commit": _commit(),
+        "started": os.environ.get("FUZZ_STARTED"),
+        "seconds": round(time.time() - float(os.environ.get("FUZZ_BEGUN", time.time()))),
+        "targets": counts,
+    }
+    file = Path(report)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(facts, indent=2) + "\n")
+    temporary.replace(file)
+
+
+@cache
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def merged_counts(folder: Path) -> dict[str, dict[str, int]]:

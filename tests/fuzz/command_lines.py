@@ -30,10 +30,15 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 @cache
 def config_keys() -> tuple[str, ...]:
-    from tra.config import _dotted
+    from tra.config import dotted_keys
     from tra.presets import preset
 
-    keys = [*_dotted(preset("demo").to_dict()), "task.arguments.length", "task.arguments.alphabet", "task.arguments"]
+    keys = [
+        *dotted_keys(preset("demo").to_dict()),
+        "task.arguments.length",
+        "task.arguments.alphabet",
+        "task.arguments",
+    ]
     return (*keys, "task.arguments.data", "task.arguments.window", "evaluate.examples_of.iid", "model", "train", "x.y")
 
 

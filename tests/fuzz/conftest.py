@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["FUZZ_BEGUN"] = str(time.time())
+        os.environ["FUZZ_STARTED"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         os.environ["FUZZ_PARTS"] = tempfile.mkdtemp(prefix="tra-fuzz-counts-")
 
 
@@ -46,17 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     parts = Path(os.environ.get("FUZZ_PARTS", "."))
     counts = campaign.merged_counts(parts) if "FUZZ_PARTS" in os.environ else {}
+    campaign.write_report(parts)
     shutil.rmtree(parts, ignore_errors=True) if "FUZZ_PARTS" in os.environ else None
     for target, found in counts.items():
         terminalreporter.write_line(
             f"fuzz {target}: {', '.join(f'{number:,} {name}' for name, number in found.items())}"
         )
-    report = os.environ.get("FUZZ_REPORT")
-    if counts and report:
-        Path(report).parent.mkdir(parents=True, exist_ok=True)
-        total = sum(found["examples"] for found in counts.values())
-        facts = {"examples": total, "seed": campaign.FIRST_SEED, "targets": counts}
-        Path(report).write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

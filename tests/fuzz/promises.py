@@ -25,12 +25,22 @@ ROW_KEYS = {
 }
 TEMPORARY = re.compile(r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|unpacked)$")
 
+NOTICE = re.compile(r"(.+: )?warning: |conflict: |.+: resuming at step [\d,]+$")
+"""Lines on stderr that are no error: what a command found, and did in spite of it."""
 
-def check(outcome: Outcome, before: Snapshot, after: Snapshot, intact: frozenset[bytes] = frozenset()) -> list[str]:
+
+def check(
+    outcome: Outcome,
+    before: Snapshot,
+    after: Snapshot,
+    intact: frozenset[bytes] = frozenset(),
+    first: Snapshot | None = None,
+) -> list[str]:
     """Return the signatures of all promises that a command broke.
 
     Args:
         intact: Contents of checkpoints that are as they were written: metrics up to their step stay.
+        first: All files as they were before they were damaged.
     """
     arguments = outcome.arguments
     verb = " ".join(arguments[: 2 if arguments[:1] == ("suite",) else 1])
@@ -38,7 +48,8 @@ def check(outcome: Outcome, before: Snapshot, after: Snapshot, intact: frozenset
     if not outcome.failures:
         broken += _check_speech(outcome, verb)
     if before != after:
-        broken += _check_files(outcome, verb, before, after, intact)
+        damaged = {path for path in before if first is not None and before[path] != first.get(path)}
+        broken += _check_files(outcome, verb, before, after, intact, damaged)
     if verb == "train" and outcome.status == 0:
         broken += _check_training(outcome, before, after)
     return list(dict.fromkeys(broken))
@@ -52,14 +63,16 @@ def _check_speech(outcome: Outcome, verb: str) -> list[str]:
         return [f"Traceback on stderr of tra {verb}"]
     if status in (0, 143):
         return []
-    said = [line for line in outcome.stderr.splitlines() if not line.startswith(("warning: ", "conflict: "))]
+    said = [line for line in outcome.stderr.splitlines() if not NOTICE.match(line)]
     if status == 130 or (verb in ("suite merge", "suite run") and status == 1):
         return []
     is_one_line = len(said) == 1 and said[0].startswith("tra: ") and len(said[0]) > len("tra: ")
     return [] if is_one_line else [f"Lines: {len(said)} on stderr of tra {verb}"]
 
 
-def _check_files(outcome: Outcome, verb: str, before: Snapshot, after: Snapshot, intact: frozenset[bytes]) -> list[str]:
+def _check_files(
+    outcome: Outcome, verb: str, before: Snapshot, after: Snapshot, intact: frozenset[bytes], damaged: set[str]
+) -> list[str]:
     outputs = _outputs(outcome.arguments, before)
     may_replace = "--overwrite" in outcome.arguments or verb == "demo"
     broken = []
@@ -68,6 +81,8 @@ def _check_files(outcome: Outcome, verb: str, before: Snapshot, after: Snapshot,
         if old == new:
             continue
         name = Path(path).name
+        if name == "model.safetensors" and path in damaged and verb in ("train", "suite run"):
+            continue  # training makes weights again that can't be read, or are of another model
         if old is None and (temporary := TEMPORARY.search(path)):
             broken.append(f"Leftover {temporary[2]} of tra {verb}")
         elif new is None and any(TEMPORARY.search(part) for part in Path(path).parts):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -146,13 +147,14 @@ def output_format(task: Task, stop: Sequence[str]) -> OutputFormat:
     )
 
 
-def choose_prompts(task: Task, config: EvalConfig, text: str | None, number: int, seed: int) -> list[Prompt]:
-    """Return `number` prompts: the same text, or without one test sequences of a task."""
-    if isinstance(task, Text):
-        return [_text_prompt(task, text)] * number
-    if text is not None:
-        return [_task_prompt(task, text)] * number
-    return _test_prompts(task, next(iter(chosen_splits(task, config))), number, seed)
+def choose_prompts(
+    task: Task, config: EvalConfig, text: str | None, number: int, seed: int
+) -> tuple[Iterator[Prompt], bool]:
+    """Return `number` prompts, which are the same text or, without one, test sequences; and whether they are equal."""
+    if text is None and not isinstance(task, Text):
+        return _test_prompts(task, next(iter(chosen_splits(task, config))), number, seed), False
+    prompt = _text_prompt(task, text) if isinstance(task, Text) else _task_prompt(task, text or "")
+    return itertools.repeat(prompt, number), number > 1
 
 
 def _text_prompt(task: Text, text: str | None) -> Prompt:
@@ -190,14 +192,12 @@ def _token_ids(task: Task, symbols: Sequence[str]) -> list[int]:
     return [ids[symbol] for symbol in symbols]
 
 
-def _test_prompts(task: Task, split: str, number: int, seed: int) -> list[Prompt]:
-    """Return test sequences, each up to where its last answer begins."""
-    prompts = []
+def _test_prompts(task: Task, split: str, number: int, seed: int) -> Iterator[Prompt]:
+    """Yield test sequences, each up to where its last answer begins."""
     for batch in draw_test_set(task, split, number, seed, 1, torch.device("cpu")):
         scored = batch.loss_mask[0].nonzero()[:, 0].tolist()
         first = last = scored[-1]
         while first - 1 in scored:
             first -= 1
         tokens, answer = batch.tokens[0, : first + 1], batch.targets[0, first : last + 1]
-        prompts.append(Prompt(tokens.tolist(), task.render(tokens), task.render(answer), len(answer)))
-    return prompts
+        yield Prompt(tokens.tolist(), task.render(tokens), task.render(answer), len(answer))

@@ -86,8 +86,7 @@ def run(options: argparse.Namespace) -> int:
     task = config.task.build()
     text = None if options.prompt is None else _read_prompt(options.prompt)
     output = output_format(task, options.stop)
-    prompts = choose_prompts(task, config.evaluate, text, options.number, options.seed)
-    are_equal = options.number > 1 and prompts[0] is prompts[1]
+    prompts, are_equal = choose_prompts(task, config.evaluate, text, options.number, options.seed)
     sampling = choose_sampling(options.temperature, options.top_k, options.top_p, are_equal)
     model = run.load_model(device)
     for index, prompt in enumerate(prompts):

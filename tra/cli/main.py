@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from tra import __version__, unknown_name
 from tra.cli.options import Parser
+from tra.errors import explain_failure, one_line
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("tra.cli.demo", "compare TRA with two rivals on a small task, in minutes on a laptop"),
@@ -69,25 +73,58 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 def main() -> None:
     """Run `tra` or `python -m tra`."""
-    try:
-        status = parse(sys.argv[1:])()
-    except ValueError as error:
-        _stop(str(error), 2)
-    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
-    except KeyboardInterrupt:
-        _stop("interrupted", 130)
-    except Exception as error:
-        line = _explain(error)
-        if line is None:
-            raise
-        _stop(line, 1)
+    with _interrupts() as was_interrupted:
+        try:
+            status = parse(sys.argv[1:])()
+        except ValueError as error:
+            _stop(str(error), 2)
+        except BrokenPipeError:  # the reader of the output has closed it, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(141) from None
+        except KeyboardInterrupt:
+            _stop("interrupted", 130)
+        except Exception as error:
+            if was_interrupted():  # by code that turned the interruption into an error of its own
+                _stop("interrupted", 130)
+            line = _explain(error)
+            if line is None:
+                raise
+            _stop(line, 1)
     raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed.
+
+    While torch is imported, the process ends at once: torch takes a KeyboardInterrupt for a broken installation.
+    """
+    interrupted = False
+
+    def interrupt(_number: int, _frame: object) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        spec = getattr(sys.modules.get("torch"), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            os.write(2, b"tra: interrupted\n")
+            os._exit(130)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    is_default = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_default:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield lambda: interrupted
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, before)
 
 
 def _explain(error: Exception) -> str | None:
     """Return one line about a failure of the machine; None if the error is a bug."""
+    if (line := explain_failure(error)) is not None:
+        return line
     from tra.text.prepare import NoSpaceError
     from tra.training import DiskFullError, NonFiniteError, RankLostError
 
@@ -97,5 +134,5 @@ def _explain(error: Exception) -> str | None:
 
 
 def _stop(line: str, status: int) -> NoReturn:
-    print(f"tra: {line}", file=sys.stderr)
+    print(f"tra: {one_line(line)}", file=sys.stderr)
     raise SystemExit(status) from None

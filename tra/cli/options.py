@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+
+MAX_INTEGER = 2**63 - 1
+"""Largest number of an option."""
+
+MAX_SECONDS = 10**9
+"""Longest duration, some 30 years: times are added up as floating-point numbers."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,6 +28,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
         )
+        self.register("type", int, parse_integer)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         options, unknown = self.parse_known_intermixed_args(self._attach_values(arguments))
@@ -55,6 +63,14 @@ class Parser(argparse.ArgumentParser):
             return f"Unrecognized arguments: {', '.join(unknown)}"
         near = difflib.get_close_matches(options[0], self._option_string_actions, n=1)
         return f"Unrecognized options: {', '.join(options)}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def parse_integer(text: str) -> int:
+    """Return a whole number of at most 64 bits: seeds and sizes have no more in torch."""
+    number = int(text)
+    if not -MAX_INTEGER <= number <= MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"a number has at most 64 bits, got {reprlib.repr(text)}")
+    return number
 
 
 def _is_number(text: str) -> bool:
@@ -92,5 +108,7 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     if not match or not text:
         raise ValueError(f"a duration reads 90s, 9m or 1h30m, got {text!r}")
+    if max(len(part or "") for part in match.groups()) > len(str(MAX_SECONDS)):
+        raise ValueError(f"a duration of {reprlib.repr(text)} is longer than any run")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return 3600 * hours + 60 * minutes + seconds
+    return min(3600 * hours + 60 * minutes + seconds, MAX_SECONDS)

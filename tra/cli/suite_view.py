@@ -99,7 +99,7 @@ class SuiteView:
         for report in self.reports.values():
             if report.status == "started":
                 cell = self.cells[report.name]
-                rows = read_rows(RunFolder(self.out / cell.folder).metrics_file)
+                rows = read_rows(RunFolder(self.out / cell.folder).metrics_file, ("step", "loss"))
                 step, loss = (f"{rows[-1]['step']:,}", f"{rows[-1]['loss']:.4f}") if rows else ("-", "-")
                 running.add_row(report.name, f"{step} of {cell.config.train.steps:,}", loss)
         return running

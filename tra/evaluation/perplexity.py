@@ -224,6 +224,8 @@ def _result(
     scored = ~np.isnan(losses)
     indices = np.flatnonzero(scored)
     values = losses[indices].astype(np.float64)
+    if not len(values):
+        raise ValueError(f"{stream.name} has no loss at window {window:,}: the model's output is not a number")
     total = float(values.sum())
     document = np.searchsorted(stream.documents[:, 0], indices, side="right") - 1
     sums = np.bincount(document, values, minlength=len(stream.documents)).astype(np.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import tra
 from tra.config import RunConfig
 from tra.report.markdown import table
 from tra.report.names import NAMES
-from tra.runs import RunFolder, exact_text, length_text, read_rows
+from tra.runs import RunFolder, exact_text, is_finite, length_text, read_rows
 from tra.text.task import Text
 
 HEADER = """\
@@ -77,12 +76,12 @@ def _data_text(config: RunConfig) -> str:
 
 def _results(run: RunFolder) -> list[str]:
     lines: list[str] = []
-    if rows := read_rows(run.evaluation_file):
+    if rows := read_rows(run.evaluation_file, ("split", "shortest", "longest", "examples", "exact", "low", "high")):
         header = ["split", "length", "sequences", "without an error (95 %)"]
         lines += table(
             header, [[row["split"], length_text(row), f"{row['examples']:,}", exact_text(row)] for row in rows]
         )
-    if rows := read_rows(run.perplexity_file):
+    if rows := read_rows(run.perplexity_file, ("text", "window", "overlap")):
         lines += [""] if lines else []
         header = ["text", "window", "overlap", "perplexity", "a word", "bits a byte"]
         lines += table(
@@ -92,20 +91,17 @@ def _results(run: RunFolder) -> list[str]:
 
 
 def _perplexities(row: dict[str, Any]) -> list[str]:
-    found = ((row["perplexity"], ".2f"), (row["word_perplexity"], ".2f"), (row["bits_per_byte"], ".4f"))
-    return ["" if value is None else f"{value:{form}}" for value, form in found]
+    found = (("perplexity", ".2f"), ("word_perplexity", ".2f"), ("bits_per_byte", ".4f"))
+    return [f"{row[key]:{form}}" if is_finite(row.get(key)) else "" for key, form in found]
 
 
 def _origin(run: RunFolder) -> list[str]:
     """Return versions and commits of training and export, and the config."""
-    sessions = []
-    if run.environment_file.is_file():
-        sessions = json.loads(run.environment_file.read_text())["sessions"]
     lines = ["## Origin\n"]
-    for session in sessions:
-        lines.append(
-            f"- trained with tra {session['tra']} (commit {session['commit']}), torch {session['torch']}, on "
-            f"{session['device']}, from {session['started']}"
+    for session in run.sessions():
+        version, commit, torch, device, started = (
+            session.get(key, "unknown") for key in ("tra", "commit", "torch", "device", "started")
         )
+        lines.append(f"- trained with tra {version} (commit {commit}), torch {torch}, on {device}, from {started}")
     lines.append(f"- exported with tra {tra.__version__}, transformers {transformers.__version__}")
     return [*lines, "- the run's config.json, whole:\n", "```json", run.config_file.read_text().strip(), "```", ""]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tra.report.runs import EvaluatedRun, Row, is_finite
-from tra.runs import exact_digits, mean_over_heads, perplexity_ratio
+from tra.report.runs import EvaluatedRun, Row
+from tra.runs import exact_digits, is_finite, mean_over_heads, perplexity_ratio
 
 Runs = Sequence[EvaluatedRun]
 

@@ -43,7 +43,7 @@ def _descriptions(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder} has no {DESCRIPTIONS}, which says what lies there")
     try:
         described = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(described, dict) or not all(isinstance(what, str) for what in described.values()):
         raise ValueError(f"{file} must hold one object: a path and what lies there, in words")

@@ -6,27 +6,18 @@ There is one reader. It reports what it could not read; tables refuse such runs,
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tra.report.names import NAMES
-from tra.runs import RunFolder
+from tra.runs import RunFolder, is_finite, row_problem
 
 Row = dict[str, Any]
 
-NUMBERS = {
-    "metrics.jsonl": ("step", "loss"),
-    "eval.jsonl": ("shortest", "longest", "examples", "exact", "low", "high"),
-    "diagnose.jsonl": ("shortest", "longest"),
-    "perplexity.jsonl": ("window", "loss", "perplexity"),
-}
-"""Numbers that a row must have."""
-
-WORDS = {"eval.jsonl": ("split",), "diagnose.jsonl": ("split",), "perplexity.jsonl": ("text", "overlap")}
-"""Strings that a row must have."""
+TABLE_FACTS = ("train.batch_size", "optim.lr", "model.n_layers", "model.n_heads", "model.d_model")
+"""Numbers of a config that tables show."""
 
 
 class Problem(NamedTuple):
@@ -117,6 +108,7 @@ def read_run(folder: Path) -> EvaluatedRun:
         run, notes = _load(folder)
     except ValueError as error:
         raise ValueError(f"{folder} can't be reported: {error}") from None
+    _check_facts(run)
     results = "perplexity.jsonl" if run.is_text else "eval.jsonl"
     if not (run.perplexity if run.is_text else run.evaluation):
         raise ValueError(f"{folder} can't be reported: it has no {results}; run tra evaluate {folder} first")
@@ -154,10 +146,6 @@ def by_mechanism(runs: Sequence[EvaluatedRun]) -> dict[str, list[EvaluatedRun]]:
     return found
 
 
-def is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
@@ -174,7 +162,7 @@ def _load(folder: Path) -> tuple[EvaluatedRun, dict[str, str]]:
     try:
         environment = _read_json(files.environment_file)
         listed = environment.get("sessions") if isinstance(environment, dict) else None
-        sessions = [session for session in listed or [] if isinstance(session, dict)]
+        sessions = [session for session in listed if isinstance(session, dict)] if isinstance(listed, list) else []
         if not sessions:
             notes["environment.json"] = "environment.json names no session"
     except ValueError as error:
@@ -212,6 +200,23 @@ def _check_config(config: Any) -> None:
         raise ValueError("config.json is damaged: task.arguments is not an object")
 
 
+def _check_facts(run: EvaluatedRun) -> None:
+    """Check what tables show of a run's config and of its last session."""
+    for dotted in TABLE_FACTS:
+        section, _, key = dotted.partition(".")
+        part = run.config.get(section)
+        if not isinstance(part, dict) or not is_finite(part.get(key)):
+            raise ValueError(f"{run.name} can't be reported: config.json is damaged: no {dotted}")
+    if not run.sessions:
+        return
+    arguments = run.environment.get("arguments")
+    if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
+        raise ValueError(f"{run.name} can't be reported: environment.json is damaged: no arguments")
+    for key in ("device", "torch", "commit"):
+        if key not in run.environment:
+            raise ValueError(f"{run.name} can't be reported: environment.json is damaged: no {key}")
+
+
 def _read_rows(file: Path, notes: dict[str, str]) -> list[Row]:
     """Return the lines that can be read, and note how many can't."""
     if not file.is_file():
@@ -228,10 +233,4 @@ def _read_row(line: bytes, file: str) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in WORDS.get(file, ())):
-        return None
-    for key in NUMBERS[file]:
-        diverged = file == "metrics.jsonl" and key == "loss" and isinstance(row.get(key), float)  # a fact of the run
-        if not diverged and not is_finite(row.get(key)):
-            return None
-    return row
+    return row if row_problem(file, row) is None else None

@@ -24,6 +24,7 @@ from tra.runs.replacing import (
     remove_unlocked_folder,
     replace_folder,
 )
+from tra.runs.row_checks import is_finite, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "exact_text",
     "flush_folder",
     "folder_lock",
+    "is_finite",
     "length_text",
     "locked_folder_beside",
     "mean_over_heads",
@@ -54,6 +56,7 @@ __all__ = [
     "remove_stale_files",
     "remove_unlocked_folder",
     "replace_folder",
+    "row_problem",
     "weights_of",
     "wilson_interval",
     "write_arrays",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +13,15 @@ import numpy.typing as npt
 
 LEVELS = 63
 """Steps of a stored weight between 0 and 1: enough for the eye, and few enough to compress well."""
+
+MAX_BYTES = 512 * 2**20
+"""Most that the arrays of a file may take in memory: a small file can hold zeros without end."""
+
+ARRAYS = dict.fromkeys(("symbols", "row_symbols"), ("U", 1))
+ARRAYS |= dict.fromkeys(("rows", "columns", "marked", "layers", "heads"), ("iu", 1))
+ARRAYS |= {"weights": ("u", 4), "content": ("f", 4), "distances": ("u", 4), "null": ("b", 3)}
+ARRAYS |= {"mechanism": ("U", 0), "title": ("U", 0)}
+"""Kinds of dtype and number of dimensions of each array."""
 
 
 class AttentionMaps(NamedTuple):
@@ -36,16 +47,37 @@ def read_attention(path: Path) -> AttentionMaps:
     if not path.is_file():
         raise ValueError(f"there is no file {path}: tra attend makes it")
     try:
+        _check_headers(path)
         with np.load(path) as arrays:
             found: dict[str, Any] = {name: arrays[name] for name in AttentionMaps._fields}
-    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a file of tra attend: {error}") from None
+    except (KeyError, ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"{path} is not a file of tra attend: {' '.join(str(error).split())[:300]}") from None
     maps = AttentionMaps(**found | {name: str(found[name]) for name in ("mechanism", "title")})
     shape = tuple(len(part) for part in (maps.layers, maps.heads, maps.rows, maps.columns))
     for name, expected in (("weights", shape), ("content", shape), ("distances", shape), ("null", shape[:3])):
         if found[name].shape != expected:
             raise ValueError(f"{path} is damaged: its {name} are {found[name].shape}, expected {expected}")
     return maps
+
+
+def _check_headers(path: Path) -> None:
+    """Check the names, types, dimensions and total size of the arrays before any is read."""
+    total = 0
+    with zipfile.ZipFile(path) as file:
+        for name, (kinds, dimensions) in ARRAYS.items():
+            with file.open(f"{name}.npy") as stream:
+                version = np.lib.format.read_magic(stream)
+                if version == (1, 0):
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+                elif version == (2, 0):
+                    shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
+                else:
+                    raise ValueError(f"its {name} have version {version}")
+            if dtype.kind not in kinds or len(shape) != dimensions:
+                raise ValueError(f"its {name} are {dtype} {shape}")
+            total += math.prod(shape) * max(1, dtype.itemsize)
+    if total > MAX_BYTES:
+        raise ValueError(f"its arrays take {total:,} bytes, more than {MAX_BYTES:,}")
 
 
 def weights_of(stored: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tra.runs.files import write_atomically
 from tra.runs.locks import folder_lock
+from tra.runs.row_checks import row_problem
 
 LOCK_SECONDS = 20.0
 """Time to wait for another process that writes a row."""
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the rows of a file; none if it doesn't exist. A last line without its end, cut by a kill, is left out.
 
     Any other line that is no row is a ValueError: a file that is written anew must not lose what can't be read.
+
+    Args:
+        needed: Keys that every row must have.
     """
     rows: list[dict[str, Any]] = []
     if not file.is_file():
@@ -32,8 +36,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ValueError(f"{file}, line {number}, is damaged: {error}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}, line {number}, is damaged: it must be an object, got {type(row).__name__}")
+        if (problem := row_problem(file.name, row, needed)) is not None:
+            raise ValueError(f"{file}, line {number}, is damaged: {problem}")
         rows.append(row)
     return rows
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tra.errors import explain_failure, one_line
 from tra.evaluation import diagnose_run, diagnose_task, evaluate_run, evaluate_run_text, evaluate_task, evaluate_text
 from tra.model import Decoder
 from tra.runs import LockedError, RunFolder, folder_lock
@@ -25,6 +26,18 @@ LOCK_SECONDS = 20.0
 
 
 def run_cell(folder: Path, device_name: str | None, seconds: float | None = None) -> int:
+    """Run a cell and return the exit status. Bad input, and failures of the machine, are one line of the log."""
+    try:
+        return _run_locked(folder, device_name, seconds)
+    except Exception as error:
+        line = str(error) if isinstance(error, ValueError) else explain_failure(error)
+        if line is None:
+            raise
+        print(one_line(line), flush=True)
+        return 1
+
+
+def _run_locked(folder: Path, device_name: str | None, seconds: float | None) -> int:
     """Train to the end, measure what is missing, or stop in time; print progress and return the exit status."""
     deadline = None if seconds is None else time.monotonic() + seconds
     device, run = pick_device(device_name), RunFolder(folder)

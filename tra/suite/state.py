@@ -45,13 +45,13 @@ def missing(run: RunFolder) -> Missing:
     task = config.task.build()
     if isinstance(task, Text):
         stream = task.stream("valid")
-        rows = read_rows(run.perplexity_file)
+        rows = read_rows(run.perplexity_file, ("text", "window", "overlap"))
         measured = {row["window"] for row in rows if (row["text"], row["overlap"]) == (stream.name, "none")}
         windows = config.evaluate.windows or windows_that_fit(stream)
         return Missing([], [], [window for window in windows if window not in measured])
     splits = list(chosen_splits(task, config.evaluate))
     evaluated, diagnosed = (
-        {row["split"] for row in read_rows(file)} for file in (run.evaluation_file, run.diagnosis_file)
+        {row["split"] for row in read_rows(file, ("split",))} for file in (run.evaluation_file, run.diagnosis_file)
     )
     has_attention = not MECHANISMS[config.model.mechanism].replaces_mlp
     return Missing(

@@ -60,9 +60,12 @@ def row_of(cell: Cell) -> str:
 def _measurements(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
     """Return the values of a cell by column."""
     if part.measure == "exact":
-        return {row["split"]: row["exact"] for row in read_rows(run.evaluation_file)}
+        return {row["split"]: row["exact"] for row in read_rows(run.evaluation_file, ("split", "exact"))}
     if part.measure == "perplexity":
-        return {f"{row['text']}, {row['window']:,}": row["perplexity"] for row in read_rows(run.perplexity_file)}
+        return {
+            f"{row['text']}, {row['window']:,}": row["perplexity"]
+            for row in read_rows(run.perplexity_file, ("text", "window", "perplexity"))
+        }
     rows = read_rows(run.metrics_file)
     size = cell.config.train.batch_size * cell.config.task.build().size("train")
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]  # the first line includes compilation

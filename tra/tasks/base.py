@@ -12,6 +12,9 @@ from torch import Tensor
 
 from tra import unknown_name
 
+MAX_LENGTH = 2**36
+"""Longest input of a split. Beyond it no memory holds a sequence, and sizes come near 64 bits."""
+
 
 class Batch(NamedTuple):
     """Sequences and what to predict, each `[B, T]`. Only positions where `loss_mask` is True count."""
@@ -39,6 +42,9 @@ class Task(ABC):
     """Symbols indexed by id."""
 
     def __init__(self, lengths: dict[str, Lengths]) -> None:
+        longest = max(split.longest for split in lengths.values())
+        if longest > MAX_LENGTH:
+            raise ValueError(f"{self.name} has a split of {longest:,} symbols, more than {MAX_LENGTH:,}: shorten it")
         self._lengths = lengths
 
     @property

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 
 from tra.tasks.base import Batch, Lengths, Task, next_symbol_batch
+from tra.tasks.symbols import MAX_SYMBOLS
 
 
 class MultiQueryRecall(Task):
@@ -34,6 +35,8 @@ class MultiQueryRecall(Task):
             raise ValueError(f"mqar needs an even length of at least 4 · pairs, got {length} and {pairs} pairs")
         if keys < pairs or values < 2:
             raise ValueError(f"mqar needs at least {pairs} keys and 2 values, got {keys} and {values}")
+        if keys + values > MAX_SYMBOLS:
+            raise ValueError(f"mqar has at most {MAX_SYMBOLS:,} keys and values, got {keys} and {values}")
         own = {split: Lengths(length, length) for split in ("train", "iid")}
         longer = {str(length * by): Lengths(length * by, length * by) for by in (2, 4, 8, 16, 64, 256, 1024)}
         super().__init__(own | longer)

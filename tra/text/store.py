@@ -71,6 +71,8 @@ class TokenStore:
         try:
             dtype = np.dtype(store.manifest["dtype"])
             expected = store.manifest["tokens"] * dtype.itemsize
+            if type(expected) is not int:
+                raise TypeError(f"its number of tokens is a {type(expected).__name__}")
             if tokens.stat().st_size != expected:
                 size = tokens.stat().st_size
                 raise ValueError(f"{tokens} is damaged: {size:,} bytes instead of {expected:,}")
@@ -88,6 +90,8 @@ class TokenStore:
                     raise ValueError(f"{file} is damaged: its contents don't match the manifest's checksum")
         except KeyError as error:
             raise ValueError(f"{path / 'manifest.json'} is damaged: it has no {error}") from None
+        except (TypeError, AttributeError) as error:  # values of other types than a store's
+            raise ValueError(f"{path / 'manifest.json'} is damaged: {error}") from None
         store.tokens = np.memmap(tokens, dtype=dtype, mode="r")
         return store
 
@@ -208,13 +212,17 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         inside = sorted(found.parent.name for found in path.glob("*/manifest.json")) if path.is_dir() else []
         hint = f"; it holds the stores {', '.join(inside)}: name one" if inside else ""
         raise ValueError(f"{path} is not a token store (no manifest.json in it){hint}")
+    damaged = f"{file} is damaged, or not that of a token store"
     try:
         manifest: dict[str, Any] = json.loads(file.read_text())
+    except (ValueError, RecursionError):
+        raise ValueError(damaged) from None
+    try:
         version = manifest["format"]
         if version > FORMAT:
             raise ValueError(f"{path} is a store of format {version}, this version of tra reads up to {FORMAT}")
         if not {"name", "fingerprint", "separator", "vocab_size"} <= manifest["tokenizer"].keys():
             raise KeyError("tokenizer")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} is damaged, or not that of a token store") from None
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(damaged) from None
     return manifest

@@ -16,8 +16,12 @@ def pick_device(device: str | None = None) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}: expected cpu, cuda or cuda:N") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"tra does not run on the device {device!r}: expected cpu, cuda or cuda:N")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device is available")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no CUDA device {chosen.index}: this machine has {torch.cuda.device_count()}")
     return chosen
 
 

@@ -43,11 +43,14 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore the state that `optimizer_tensors` returned."""
+    """Restore the state that `optimizer_tensors` returned. A ValueError if it is of another model."""
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            value = tensors[f"{key}.{name}"]
+            value = tensors.get(f"{key}.{name}")
+            shape = () if key == "step" else parameter.shape
+            if value is None or value.shape != shape or not value.is_floating_point():
+                raise ValueError(f"the optimizer's {key} of {name} doesn't fit the model")
             on_cpu = key == "step" and parameter.device.type == "cpu"
             state[key] = value.clone() if on_cpu else value.to(parameter.device, copy=True)
 

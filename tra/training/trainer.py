@@ -88,6 +88,7 @@ def train(
         """Return the config, and whether the run is finished already."""
         if config is not None:  # checked before a folder is made, or an old one removed
             ranks.check_batch(config.train)
+            config.check_model()
             config.task.build().check_data()
         chosen = claim.enter_context(run.claim(config, resume=resume, overwrite=overwrite))
         ranks.check_batch(chosen.train)
@@ -290,19 +291,32 @@ class Trainer:
             self._report(f"warning: {text}")
 
         state = load_checkpoint(self.run.checkpoint_folder, warn, self.model.state_dict())
+        if state is not None:
+            self._take(state)
         if self.run.metrics_file.is_file():  # steps after the checkpoint will be logged again
-            rows = read_rows(self.run.metrics_file)
-            if not all(isinstance(row.get("step"), int) for row in rows):
-                raise ValueError(f"{self.run.metrics_file} is damaged: a row has no step")
+            rows = read_rows(self.run.metrics_file, ("step",))
             write_rows(self.run.metrics_file, [row for row in rows if state is not None and row["step"] <= state.step])
-        if state is None:
-            return
-        self.model.load_state_dict(checkpoint_part(state, "model."))
-        if state.step > 0:
-            load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))
-        self.window.copy_(state.tensors["window"])
+        if state is not None:
+            self._report(f"resuming at step {state.step:,}")
+
+    def _take(self, state: State) -> None:
+        """Go on from a checkpoint, whose model fits. A ValueError if the rest of it doesn't."""
+        window = state.tensors.get("window")
+        try:
+            if not 0 <= state.step <= self.config.train.steps:
+                raise ValueError(f"the run has {self.config.train.steps:,} steps")
+            self.model.load_state_dict(checkpoint_part(state, "model."))
+            if state.step > 0:
+                load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))
+            if window is None or window.shape != self.window.shape:
+                raise ValueError("it has no sums since the last log line")
+        except ValueError as error:
+            step = str(state.step)[:20]
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.run.checkpoint_folder} can't be used: {error}"
+            ) from None
+        self.window.copy_(window)
         self.step = self.saved_at = state.step
-        self._report(f"resuming at step {state.step:,}")
 
     def _report(self, message: str) -> None:
         self.progress(Progress(self.step, self.config.train.steps, message=message))

@@ -1,0 +1,45 @@
+"""Put failures of the machine into one line: files that can't be read or written, memory that runs out."""
+
+from __future__ import annotations
+
+import errno
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that say that there is no room for a file."""
+
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "storage size calculation overflowed")
+"""Parts of the texts that torch's errors have where memory is not enough, in lower case."""
+
+
+def explain_failure(error: BaseException) -> str | None:
+    """Return one line about a failure of the machine; None if the error may be a bug."""
+    if isinstance(error, OSError):
+        return _explain_file_error(error)
+    if isinstance(error, RecursionError):
+        return "something is nested too deeply to be read"
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
+        text = one_line(str(error))
+        return f"there is not enough memory{f': {text[:300]}' if text else ''}"
+    return None
+
+
+def one_line(text: str) -> str:
+    """Return text with line breaks and control characters escaped, as `\\n`."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", errors="backslashreplace").decode() for c in text
+    )
+
+
+def _explain_file_error(error: OSError) -> str:
+    reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+    file = "" if error.filename is None else f"{error.filename}: "
+    if isinstance(error.filename, bytes):
+        file = f"{error.filename.decode(errors='backslashreplace')}: "
+    if error.errno in FULL_DISK:
+        return f"{file}the disk is full ({reason})"
+    return f"{file}{reason}"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in OUT_OF_MEMORY)
