@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from tra.cli.main import main
-from tra.errors import explain_failure, one_line
 from tra.runs import read_attention
+from tra.runs.failures import explain_failure, one_line
 from tra.training import pick_device
 
 

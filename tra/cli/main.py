@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tra import __version__, unknown_name
 from tra.cli.options import Parser
-from tra.errors import explain_failure, one_line
+from tra.runs.failures import explain_failure, one_line
 
 VERBS: dict[str, tuple[str, str]] = {
     "demo": ("tra.cli.demo", "compare TRA with two rivals on a small task, in minutes on a laptop"),
