@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report fuzz chaos clean
+.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report fuzz chaos transformers-tests clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -66,5 +66,11 @@ report: setup ## Rebuild tables and figures under results/ from the committed ru
 	$(BIN)/python -m benchmarks.speed_figure results/bench/op-h200.json
 	$(BIN)/tra report --index results
 
+transformers-tests: setup-dev ## Fetch transformers' own test mixins, and run them on our classes (half an hour)
+	version=$$($(BIN)/python -c 'import transformers; print(transformers.__version__)') && mkdir -p .cache && \
+	$(BIN)/python -m pip download -q --no-deps --no-binary :all: transformers==$$version -d .cache && \
+	tar -xzf .cache/transformers-$$version.tar.gz -C .cache
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/hub/transformers_suite/test_mixins.py -n 2 --dist worksteal
+
 clean: ## Remove .venv and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis demo
+	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis demo
