@@ -36,7 +36,15 @@ MAX_PROCESSES = 8
 
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPROF)
 
-LONG_WORK = ("tra.training.", "tra.evaluation.", "tra.generation", "tra.bench.", "tra.model", "tra.report.")
+LONG_WORK = (
+    "tra.training.",
+    "tra.evaluation.",
+    "tra.generation",
+    "tra.bench.",
+    "tra.model",
+    "tra.report.",
+    "tra.suite.",
+)
 """Modules that may work as long as they were asked to, as long as Ctrl-C ends them."""
 
 RUNNING_FILE = Path(tempfile.gettempdir()) / f"tra-fuzz-{os.getpid()}.txt"

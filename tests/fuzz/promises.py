@@ -25,7 +25,9 @@ ROW_KEYS = {
 }
 TEMPORARY = re.compile(r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|unpacked)$")
 
-NOTICE = re.compile(r"(.+: )?warning: |conflict: |.+: resuming at step [\d,]+$")
+NOTICE = re.compile(
+    r"(.+: )?warning: |conflict: |.+: (resuming at step [\d,]+$|heads \(layer\.head\) that keep no key)"
+)
 """Lines on stderr that are no error: what a command found, and did in spite of it."""
 
 
