@@ -24,6 +24,8 @@ from tra.ops.triton.kernel_parts import (
     weights,
 )
 
+HEADROOM = tl.constexpr(2.0**24)
+"""In float32, most keys of equal weight whose values may all be the largest number."""
 MAX_UNCHECKED_BLOCKS = tl.constexpr(32.0)
 """Largest estimate of key blocks until the bound is checked again."""
 
@@ -54,8 +56,7 @@ def _forward_block(
         b_shrink = power(b_ref - b_safe, FLOAT32)
         b_p = power(b_x - b_safe[:, None], FLOAT32)
         b_total = b_total * b_shrink[:, None]
-        if not FLOAT32:
-            b_o = b_o * b_shrink[:, None]
+        b_o = b_o * b_shrink[:, None]
         b_ref = b_new
     else:
         b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count - b_ref)[:, None])
@@ -64,13 +65,9 @@ def _forward_block(
         else:
             b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
     b_v = load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)
-    if FLOAT32:  # the output stays divided by the sum: values near the largest float would overflow in a sum of them
-        b_before = tl.max(b_total, 1)
+    if FLOAT32:
         b_total += tl.sum(b_p, 1)[:, None]
-        b_sum = tl.max(b_total, 1)
-        b_part = 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum)
-        b_o = b_o * (b_before * b_part)[:, None]
-        b_p = b_p * b_part[:, None]
+        b_p = b_p * (1.0 / HEADROOM)  # exact; a sum of values near the largest float would overflow
     else:
         b_total = tl.dot(b_p.to(b_v.dtype), tl.full([BN, 16], 1.0, b_v.dtype), b_total)  # [BM, BN] @ [BN, 16]
     b_count += kept_in_block(b_n)  # the count of the block's first key is the block's
@@ -193,8 +190,9 @@ def forward_kernel(
     b_total = tl.max(b_total16, 1)
     b_empty = b_total == 0.0
     b_total = tl.where(b_empty, 1.0, b_total)
-    if not FLOAT32:
-        b_o = b_o / b_total[:, None]
+    b_o = b_o / b_total[:, None]
+    if FLOAT32:
+        b_o *= HEADROOM
     if DROPOUT:
         b_o *= drop_scale
     store_tile(OUT + i_b * stride_ob + i_h * stride_oh, start, stride_o, n_queries, b_o, DV, BDV, BM)
