@@ -80,13 +80,14 @@ def attend(inputs: tuple[Tensor, ...], **options: object) -> Tensor:
 def check(inputs: Inputs, seen: Tensor, plain_options: dict[str, float] | None = None, **options: object) -> Tensor:
     """By the rule: twice plain PyTorch's error, or one rounding of a typical value in the precision of the sums.
 
-    A GPU's exponential (`ex2.approx`, by the PTX manual) may itself be off by two.
+    An exponential may itself be off: a GPU's by two (`ex2.approx`, by the PTX manual), NumPy's, which the interpreter
+    uses, by 2.52 units in the last place where it has AVX instructions (by NumPy's sources).
     """
     got = attend(inputs, **options)
     with torch.no_grad():
         right = tra.threshold_relative_attention(*inputs.to(torch.float64), impl="reference", **options)
         plainly = plain_attention(*inputs, seen.to(DEVICE), **(plain_options or {}))
-    roundings = 2 if DEVICE == "cuda" else 1
+    roundings = 2 if DEVICE == "cuda" else 1 + 2.52
     error, allowed = errors(got, plainly, right, roundings * torch.finfo(torch.float32).eps * rms(inputs.value))
     assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g}"
     return got

@@ -107,7 +107,8 @@ def read_run(folder: Path) -> EvaluatedRun:
     try:
         run, notes = _load(folder)
     except ValueError as error:
-        raise ValueError(f"{folder} can't be reported: {error}") from None
+        what = "" if folder.exists() else ", so it has no config.json"
+        raise ValueError(f"{folder} can't be reported: {error}{what}") from None
     _check_facts(run)
     results = "perplexity.jsonl" if run.is_text else "eval.jsonl"
     if not (run.perplexity if run.is_text else run.evaluation):
