@@ -46,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write and show the counts of all processes. Workers of xdist, which come here too, leave theirs alone."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     parts = Path(os.environ.get("FUZZ_PARTS", "."))
     counts = campaign.merged_counts(parts) if "FUZZ_PARTS" in os.environ else {}
     campaign.write_report(parts)
