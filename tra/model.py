@@ -76,6 +76,10 @@ class DecoderConfig:
     """"uniform" is the authors' U(-0.01, 0.01), "normal" N(0, 0.02); sinusoidal has N(0, 1/√d_model), as published."""
     gate_bias: float = 0.0
     """Initial bias of the forget gate, if any: at 0, TRA of width 64 forgets after some 37 kept keys."""
+    threshold: float = 0.0
+    """TRA: a key counts as distance when its scaled score is above it."""
+    margin: float = 0.0
+    """TRA: a key stays in the softmax when its score is above threshold - margin; 0 is the paper's TRA."""
     rope_theta: float = 500_000.0
     """Base of the rotation's wavelengths."""
     cope_positions: int = 64

@@ -36,14 +36,15 @@ class ThresholdRelativeAttention(Attention):
 
     Args:
         gate_bias: Initial bias of the forget gate. At 0 a head of width 64 forgets after some 37 kept keys.
-        threshold: A key stays when its scaled score is above it.
+        threshold: A key counts as distance when its scaled score is above it.
+        margin: A key stays in the softmax when its score is above `threshold - margin`; 0 is the paper's TRA.
         tolerance: Largest relative weight an early stop may leave out; None is what rounding loses in any case.
         impl: Implementation of the operator, see `tra.threshold_relative_attention`.
         options: See `Attention`; queries and keys are normalised by default.
     """
 
     default_qk_norm: ClassVar[bool] = True
-    config_fields: ClassVar[tuple[str, ...]] = ("gate_bias",)
+    config_fields: ClassVar[tuple[str, ...]] = ("gate_bias", "threshold", "margin")
     takes_key_lengths: ClassVar[bool] = True
     fused_methods: ClassVar[tuple[str, ...]] = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
     gated: ClassVar[bool] = True
@@ -57,15 +58,16 @@ class ThresholdRelativeAttention(Attention):
         *,
         gate_bias: float = 0.0,
         threshold: float = 0.0,
+        margin: float = 0.0,
         tolerance: float | None = None,
         impl: str = "auto",
         **options: Any,
     ) -> None:
         super().__init__(d_model, n_heads, n_kv_heads, **options)
-        AttentionOptions(1.0, threshold, None, self.dropout, tolerance or 0.0)  # checks them
+        AttentionOptions(1.0, threshold, None, self.dropout, tolerance or 0.0, margin)  # checks them
         if impl not in IMPLEMENTATIONS:
             raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
-        self.threshold, self.tolerance, self.impl = threshold, tolerance, impl
+        self.threshold, self.margin, self.tolerance, self.impl = threshold, margin, tolerance, impl
         if self.gated:
             self.gate = ForgetGate(d_model, n_heads, gate_bias, fused=self.fuse_projections)
         if self.fuse_projections:
@@ -88,6 +90,7 @@ class ThresholdRelativeAttention(Attention):
     def _options(self) -> dict[str, Any]:
         return {
             "threshold": self.threshold,
+            "margin": self.margin,
             "score_bound": self.score_bound,
             "dropout": self.dropout_now,
             "tolerance": self.tolerance,
@@ -132,7 +135,7 @@ class ThresholdRelativeAttention(Attention):
             inputs.key,
             log_forget,
             Visible(first, last, inputs.key_mask),
-            AttentionOptions(self.head_width**-0.5, self.threshold),
+            AttentionOptions(self.head_width**-0.5, self.threshold, margin=self.margin),
         )
         return found.logits(log_forget)
 

@@ -11,4 +11,4 @@ class ThresholdOnlyAttention(ThresholdRelativeAttention):
     """Softmax over the keys with a positive score, and no gate. See `ThresholdRelativeAttention`."""
 
     gated: ClassVar[bool] = False
-    config_fields: ClassVar[tuple[str, ...]] = ()
+    config_fields: ClassVar[tuple[str, ...]] = ("threshold", "margin")

@@ -34,6 +34,7 @@ def threshold_relative_attention(
     *,
     scale: float | None = None,
     threshold: float = 0.0,
+    margin: float = 0.0,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     score_bound: float | None = None,
@@ -43,9 +44,10 @@ def threshold_relative_attention(
 ) -> Tensor:
     """Return causal attention without keys below a threshold, in which distance counts only the keys that remain.
 
-    For query i and key j, with `S_ij = scale · q_i·k_j`: a key is kept when `S_ij > threshold`; its distance
-    `n_ij` is the number of kept keys from j up to i, both counted; its weight is the softmax over kept keys of
-    `S_ij + log_forget_i · n_ij`. Queries stand at the end of the keys: query i sees keys up to `Tk - Tq + i`.
+    For query i and key j, with `S_ij = scale · q_i·k_j`: a key counts when `S_ij > threshold`, and stays in the softmax
+    when `S_ij > threshold - margin`; its distance `n_ij` is 1 plus the number of counted keys right of j, up to i; its
+    weight is the softmax over the keys that stay of `S_ij + log_forget_i · n_ij`. Without a margin, keys that stay are
+    those that count. Queries stand at the end of the keys: query i sees keys up to `Tk - Tq + i`.
 
     Args:
         query: `[B, H, Tq, D]`.
@@ -53,8 +55,10 @@ def threshold_relative_attention(
         value: `[B, Hkv, Tk, Dv]`.
         log_forget: `[B, H, Tq]`, float32 (float64 with float64 queries), finite and at most 0.
         scale: Factor on the scores, `1 / sqrt(D)` by default.
-        threshold: A key stays when its scaled score is above it.
-        key_mask: `[B, Tk]` bool. A False key is never kept and never counted, wherever it stands.
+        threshold: A key counts as distance when its scaled score is above it.
+        margin: A key stays when its score is above `threshold - margin`. 0 is the paper's TRA, and at `math.inf` no
+            visible key leaves. A key inside the margin is attended to, but is no distance to older keys.
+        key_mask: `[B, Tk]` bool. A False key never stays and never counts, wherever it stands.
         key_lengths: `[B]` int32. Keys `0..length-1` exist (a static cache), and queries stand at their end. Slots
             beyond must hold zeros: a NaN there would reach the output as 0 · NaN.
         score_bound: A promise that no absolute scaled score exceeds it; lets fast paths skip work.
@@ -65,12 +69,14 @@ def threshold_relative_attention(
             never falls back to another.
 
     Returns:
-        `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0. NaN in, NaN out: a NaN score counts as
-        kept, so that it shows, and a NaN or infinite value may show in any row that sees it or could have. A
+        `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0. NaN in, NaN out: a NaN score counts and
+        stays, so that it shows, and a NaN or infinite value may show in any row that sees it or could have. A
         promised `score_bound` is a promise about NaN too: with it, "triton" may stop before it has read one.
     """
     inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
-    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance)
+    options = AttentionOptions.resolve(
+        query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance, margin
+    )
     plainly_causal = key_mask is None and key_lengths is None
     visible = None if plainly_causal else visible_keys(query, key, key_mask, key_lengths)
     return _attend(query, key, value, log_forget, visible, options, impl)
@@ -86,6 +92,7 @@ def threshold_relative_attention_varlen(
     *,
     scale: float | None = None,
     threshold: float = 0.0,
+    margin: float = 0.0,
     score_bound: float | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -109,7 +116,9 @@ def threshold_relative_attention_varlen(
     """
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     inputs.check_packed(query, key, value, log_forget, cu_seqlens_q, cu_seqlens_k)
-    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance)
+    options = AttentionOptions.resolve(
+        query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance, margin
+    )
     visible = visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
     query, key, value, log_forget = (x.transpose(0, 1)[None] for x in (query, key, value, log_forget))
     return _attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
@@ -122,13 +131,14 @@ def attention_map(
     *,
     scale: float | None = None,
     threshold: float = 0.0,
+    margin: float = 0.0,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     queries: slice = slice(None),
     keys: slice = slice(None),
     rows_at_once: int = 256,
 ) -> AttentionMap:
-    """Return weights, kept keys, distances and scores of a window, for figures.
+    """Return weights, distances, scores, and which keys stay and count, of a window, for figures.
 
     Args:
         queries: Which queries the window shows; all by default.
@@ -139,7 +149,7 @@ def attention_map(
         An `AttentionMap` of tensors `[B, H, queries, keys]`. Without gradients.
     """
     inputs.check_attention(query, key, None, log_forget, key_mask, key_lengths)
-    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold)
+    options = AttentionOptions.resolve(query.shape[-1], query.dtype, scale, threshold, margin=margin)
     if rows_at_once < 1:
         raise ValueError(f"rows_at_once must be at least 1, got {rows_at_once}")
     visible = visible_keys(query, key, key_mask, key_lengths)

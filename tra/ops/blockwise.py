@@ -44,7 +44,7 @@ def blockwise_attention(
         seed = torch.zeros(1, dtype=torch.int64, device=query.device)
     out, _, _, _ = torch.ops.tra.blockwise_forward(
         query, key, value, log_forget, first, last, seed,
-        options.scale, options.threshold, options.score_bound, options.dropout, options.tolerance,
+        options.scale, options.threshold, options.margin, options.score_bound, options.dropout, options.tolerance,
     )  # fmt: skip
     return out.to(query.dtype)
 
@@ -58,28 +58,42 @@ class RunningSoftmax(NamedTuple):
 
     highest: Tensor  # largest logit so far
     total: Tensor  # sum of exp(logit - highest)
-    kept_keys: Tensor  # their number so far
+    counted_keys: Tensor  # their number so far
     out: Tensor  # [n, R, Dv]: sum of values, weighted as in `total`
+
+
+class BlockScores(NamedTuple):
+    """Scores of rows with a block of keys, each `[n, R, K]`; the same bits in forward and backward."""
+
+    scores: Tensor  # scaled
+    counted: Tensor  # bool: keys that count as distance
+    kept: Tensor  # bool: keys that stay in the softmax
 
 
 def _scores(
     layout: Layout, walk: Walk, index: int, rows: RowBlock, key: Tensor, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """Return scaled scores and kept keys of one block, the same bits in forward and backward."""
+) -> BlockScores:
+    """Return scores of one block, and which keys count and stay."""
     scores = torch.bmm(rows.query, key.mT).mul_(options.scale)  # [n, R, D] @ [n, D, K] -> [n, R, K]
-    kept = ~(scores <= options.threshold)
+    counted = ~(scores <= options.threshold)
+    kept = ~(scores <= options.lower_cut) if options.has_margin else counted
     if not walk.whole_from <= index <= walk.whole_to:
         numbers = layout.key_numbers(index)
-        kept &= (rows.first[..., None] <= numbers) & (numbers <= rows.last[..., None])
-    return scores, kept
+        seen = (rows.first[..., None] <= numbers) & (numbers <= rows.last[..., None])
+        counted = counted & seen
+        kept = kept & seen
+    return BlockScores(scores, counted, kept)
 
 
-def _add_distance(scores: Tensor, kept: Tensor, log_forget: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, distances, and the count of kept keys after this block. Overwrites `scores`."""
-    ones = kept.to(scores.dtype)
-    distances = ones.cumsum(-1)
+def _add_distance(block: BlockScores, log_forget: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, distances, and the number of counted keys after this block. Overwrites `scores`.
+
+    A distance is 1 + the keys counted to the right.
+    """
+    scores, counted, kept = block
+    distances = counted.to(scores.dtype).cumsum(-1)
     total = distances[..., -1]
-    distances = (total + count)[..., None].sub(distances).add_(ones)
+    distances = (total + count)[..., None].sub(distances).add_(1)
     logits = scores.addcmul_(log_forget[..., None], distances).masked_fill_(~kept, -torch.inf)
     return logits, distances, count + total
 
@@ -95,6 +109,7 @@ def _forward(
     seed: Tensor,
     scale: float,
     threshold: float,
+    margin: float,
     score_bound: float | None,
     dropout: float,
     tolerance: float,
@@ -103,7 +118,7 @@ def _forward(
 
     Maximum and sum stay apart: their joint logarithm would cost the weights of backward a digit.
     """
-    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance)
+    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance, margin)
     layout = Layout(query, key, value, first, last)
     walks = layout.walks()
     out = query.new_empty(*query.shape[:3], layout.value_width, dtype=layout.dtype)
@@ -158,7 +173,8 @@ def _walk_forward(
             continue
         keys_left = ((rows.last + 1).clamp(max=index * layout.key_block) - rows.first).clamp(min=0).to(layout.dtype)
         largest_score = remaining.left_of(index, norm, heads).to(layout.dtype)
-        bound = log_remaining_weight(rows.log_forget, state.kept_keys, keys_left, largest_score)
+        margin_threshold = options.threshold if options.has_margin else None
+        bound = log_remaining_weight(rows.log_forget, state.counted_keys, keys_left, largest_score, margin_threshold)
         negligible = bound - state.highest - state.total.log() < math.log(options.tolerance)
         done = ((keys_left == 0) | negligible).all(-1)
         if not bool(done.any()):
@@ -186,8 +202,8 @@ def _step_forward(
     state: RunningSoftmax,
 ) -> RunningSoftmax:
     """Return the state after one key block."""
-    scores, kept = _scores(layout, walk, index, rows, key, options)
-    logits, _, count = _add_distance(scores, kept, rows.log_forget, state.kept_keys)
+    scores = _scores(layout, walk, index, rows, key, options)
+    logits, _, count = _add_distance(scores, rows.log_forget, state.counted_keys)
     highest = torch.maximum(state.highest, logits.amax(-1))
     reference = torch.where(highest == -torch.inf, 0.0, highest)
     weights = logits.sub_(reference[..., None]).exp_()
@@ -201,7 +217,7 @@ def _step_forward(
 
 
 @_forward.register_fake
-def _(query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance):  # type: ignore[no-untyped-def]
+def _(query, key, value, *_rest):  # type: ignore[no-untyped-def]
     n_queries = query.shape[2]
     blocks = -(-n_queries // query_block_size(query.device, n_queries))
     dtype = compute_dtype(query.dtype)
@@ -229,10 +245,11 @@ def _backward(
     stops: Tensor,
     scale: float,
     threshold: float,
+    margin: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Repeat the walk for the gradients: counts are recomputed, stops are the forward's, sums have a fixed order."""
-    options = AttentionOptions(scale, threshold, dropout=dropout)
+    options = AttentionOptions(scale, threshold, dropout=dropout, margin=margin)
     layout = Layout(query, key, value, first, last)
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
     grad_query, grad_forget = torch.empty_like(query), torch.empty_like(log_forget)
@@ -253,8 +270,8 @@ def _backward(
             on = slice(None) if len(visiting) == layout.n else torch.tensor(visiting, device=query.device)
             active, of_keys = rows.select(on), layout.keys_of(index)
             b_key, b_value = keys[on, of_keys].to(layout.dtype), values[on, of_keys].to(layout.dtype)
-            scores, kept = _scores(layout, walk, index, active, b_key, options)
-            logits, distances, count[on] = _add_distance(scores, kept, active.log_forget, count[on])
+            block = _scores(layout, walk, index, active, b_key, options)
+            logits, distances, count[on] = _add_distance(block, active.log_forget, count[on])
             weights = logits.sub_(b_highest[on][..., None]).exp_().div_(b_total[on][..., None])
             grad_weights = torch.bmm(b_grad_out[on], b_value.mT)  # [n, R, Dv] @ [n, Dv, K] -> [n, R, K]
             used = weights
@@ -282,15 +299,15 @@ def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyp
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, log_forget, first, last, seed, scale, threshold, _, dropout, _ = inputs
+    query, key, value, log_forget, first, last, seed, scale, threshold, margin, _, dropout, _ = inputs
     ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output)
-    ctx.options = (scale, threshold, dropout)
+    ctx.options = (scale, threshold, margin, dropout)
 
 
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
     with without_autocast(grad_out.device):
         grads = torch.ops.tra.blockwise_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * 8
+    return *grads, *(None,) * 9
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

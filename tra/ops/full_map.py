@@ -16,9 +16,10 @@ class AttentionMap(NamedTuple):
     """The attention of every query to every key, each `[B, H, Tq, Tk]`."""
 
     weights: Tensor  # rows sum to 1, or to 0 where nothing is kept
-    kept: Tensor  # bool
-    distances: Tensor  # kept keys from j up to the query, both ends counted; 0 where not kept
+    kept: Tensor  # bool: stays in the softmax
+    distances: Tensor  # 1 + keys counted right of j, up to the query; 0 where not kept
     scores: Tensor  # scaled q·k, before distance
+    counted: Tensor  # bool: counts as distance; the kept keys outside the margin
 
     def logits(self, log_forget: Tensor) -> Tensor:
         """Return what the weights are the softmax of; -inf where a key isn't kept."""
@@ -40,11 +41,16 @@ def full_attention_map(
     seen = (visible.first[..., None] <= index) & (index <= visible.last[..., None])  # [B, Tq, Tk]
     if visible.key_mask is not None:
         seen = seen & visible.key_mask[:, None, :]
-    kept = seen[:, None] & ~(scores <= options.threshold)  # not "scores > threshold": a NaN score must show
-
-    distances = count_from_the_right(kept, dtype) * kept  # kept keys in j..i
+    counted = seen[:, None] & ~(scores <= options.threshold)  # not "scores > threshold": a NaN score must show
+    distances = count_from_the_right(counted, dtype)  # keys counted in j..i
+    if options.has_margin:
+        kept = seen[:, None] & ~(scores <= options.lower_cut)
+        distances = distances + ~counted  # a key counts itself in its distance, in every case
+    else:
+        kept = counted
+    distances = distances * kept
     weights = softmax_or_nothing(_logits(scores, kept, distances, log_forget))
-    return AttentionMap(weights, kept, distances, scores)
+    return AttentionMap(weights, kept, distances, scores, counted)
 
 
 def _logits(scores: Tensor, kept: Tensor, distances: Tensor, log_forget: Tensor) -> Tensor:

@@ -52,8 +52,13 @@ def _can_stop(part: AttentionMap, log_forget: Tensor, keys_left: Tensor, options
     """Say whether the `keys_left` keys `[B, 1, Tq]` older than the map weigh less than the tolerance, in every row."""
     assert options.score_bound is not None
     largest_score = torch.full_like(log_forget, options.score_bound)
+    count = part.counted.sum(-1).to(log_forget.dtype)
     remaining = log_remaining_weight(
-        log_forget, part.distances.amax(-1), keys_left.to(log_forget.dtype).expand_as(log_forget), largest_score
+        log_forget,
+        count,
+        keys_left.to(log_forget.dtype).expand_as(log_forget),
+        largest_score,
+        options.threshold if options.has_margin else None,
     )
     found = part.logits(log_forget).logsumexp(-1)
     done = (remaining < found + math.log(options.tolerance)) | (keys_left == 0)  # a NaN is not done

@@ -25,6 +25,17 @@ class AttentionOptions:
     score_bound: float | None = None
     dropout: float = 0.0
     tolerance: float = 0.0
+    margin: float = 0.0
+
+    @property
+    def lower_cut(self) -> float:
+        """The score at or below which a key leaves the softmax: threshold - margin; -inf at an infinite margin."""
+        return -math.inf if self.margin == math.inf else self.threshold - self.margin
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether a key may stay without counting."""
+        return self.lower_cut < self.threshold
 
     def __post_init__(self) -> None:
         # Comparisons, not math.isfinite: a compiler may pass symbolic floats.
@@ -32,6 +43,8 @@ class AttentionOptions:
             raise ValueError(f"scale must be finite, got {self.scale}")
         if self.threshold != self.threshold:
             raise ValueError("threshold must be a number, got nan")
+        if not self.margin >= 0:
+            raise ValueError(f"margin must be at least 0, got {self.margin}")
         if self.score_bound is not None and not 0 <= self.score_bound < math.inf:
             raise ValueError(f"score_bound must be finite and at least 0, got {self.score_bound}")
         if not 0 <= self.dropout < 1:
@@ -49,8 +62,9 @@ class AttentionOptions:
         score_bound: float | None = None,
         dropout: float = 0.0,
         tolerance: float | None = None,
+        margin: float = 0.0,
     ) -> AttentionOptions:
         """Fill in the defaults of heads of a width, in a dtype."""
         scale = width**-0.5 if scale is None else scale
         tolerance = default_tolerance(dtype) if tolerance is None else tolerance
-        return cls(scale, threshold, score_bound, dropout, tolerance)
+        return cls(scale, threshold, score_bound, dropout, tolerance, margin)

@@ -6,9 +6,21 @@ import torch
 from torch import Tensor
 
 
-def log_remaining_weight(log_forget: Tensor, count: Tensor, keys_left: Tensor, largest_score: Tensor) -> Tensor:
-    """Return the logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`."""
+def log_remaining_weight(
+    log_forget: Tensor,
+    count: Tensor,
+    keys_left: Tensor,
+    largest_score: Tensor,
+    margin_threshold: float | None = None,
+) -> Tensor:
+    """Return the logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`.
+
+    Args:
+        margin_threshold: With a margin, the threshold: scores of keys that stay without counting are at most that.
+    """
     terms = torch.where(log_forget == 0, keys_left, torch.expm1(log_forget * keys_left) / torch.expm1(log_forget))
+    if margin_threshold is not None:
+        terms = terms + keys_left * (margin_threshold - largest_score).clamp(max=0).exp()
     decay = log_forget * (count + 1)
     rounding = 16 * torch.finfo(log_forget.dtype).eps * (1 + largest_score.abs() + decay.abs())
     return largest_score + decay + terms.log() + rounding

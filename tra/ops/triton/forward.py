@@ -45,6 +45,8 @@ def triton_attention(
     if reason is not None:
         raise RuntimeError(f"impl='triton' is not available: {reason}")
     refuse_forward_mode("impl='triton'")
+    if options.has_margin:
+        raise RuntimeError("impl='triton' has no margin yet")
     call = choice.Call(query, key, value, log_forget, options)
     decoding = choice.choose(choice.WITHIN_TRITON, call) == "decode"
     first, last, key_mask = visible or (None, None, None)
