@@ -48,7 +48,7 @@ def mismatches(
             query, key = query[..., order], key[..., order]
         query, key = query.to(dtype), key.to(dtype)
         in_blocks = torch.ops.tra.fused_forward(
-            query, key, value, gates, first, first + length - 1, None, 1e-3, 0.0, None, 0.0, 0.0, False
+            query, key, value, gates, first, first + length - 1, None, 1e-3, 0.0, 0.0, None, 0.0, 0.0, False
         )[0]
         (tile, *_) = decode_plan.decode_tiles(width, length, query.element_size(), query.device)
         alone = decode.decode_attention(

@@ -31,7 +31,16 @@ FLOAT32 = (
     "PIECE_STATS",
 )
 TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "WALK_ENDS", "ROW_BLOCKS"), "i32")
-FLOATS = ("score_scale", "scale", "raw_threshold", "bound", "log_tolerance", "drop_scale")
+FLOATS = (
+    "score_scale",
+    "scale",
+    "raw_threshold",
+    "raw_lower_cut",
+    "threshold",
+    "bound",
+    "log_tolerance",
+    "drop_scale",
+)
 NO_TENSORS = ("FIRST", "LAST", "SEED", "MASK")
 EQUAL_ONE = ("stride_f", "group")
 MULTIPLES_OF_16 = ("n_queries", "n_rows", "chunk")
@@ -89,20 +98,26 @@ def show(name: str, kernel: Any, warps: int, stages: int, constants: dict[str, A
     assert spilt is not None
     counted = loops(output_of("cuobjdump", "-sass", content=kernel_code.asm["cubin"], suffix=".cubin"))
     shared = kernel_code.metadata.shared
-    print(f"{name:34} {registers[1]:>9} {spilt[1]:>6} {shared:>8}   {', '.join(map(str, counted))}")
+    print(f"{name:44} {registers[1]:>9} {spilt[1]:>6} {shared:>8}   {', '.join(map(str, counted))}")
 
 
 def main() -> None:
     print(f"Triton {triton.__version__}, bfloat16, sm_90a; loops: where rows end, then whole pairs")
-    print(f"{'':34} registers  spilt   shared   instructions of loops")
+    print(f"{'':44} registers  spilt   shared   instructions of loops")
+    for margin, label in ((0, ""), (1, ", margin 2"), (2, ", margin ∞")):
+        show_all(margin, label)
+
+
+def show_all(margin: int, label: str) -> None:
+    """Print a line for each kernel, with the kernels' MARGIN."""
     for width in (64, 128):
-        size = {"D": width, "DV": width, "BD": width, "BDV": width, "PRECISION": "ieee"}
+        size = {"D": width, "DV": width, "BD": width, "BDV": width, "MARGIN": margin, "PRECISION": "ieee"}
         plain = {"RANGES": False, "ONLINE": False, "FLOAT32": False, "DROPOUT": False} | size
         (forward, *_) = block_shapes.FORWARD[2, width]
         block = {"BM": forward.rows, "BN": forward.keys, "STEEPEST": 120.0}
         more = {"NORMS": False, "EARLY": False, "KEEP_OUT_ERROR": False, "REF_SHIFT": 0.0}
         kernel = forward_kernel.forward_kernel
-        show(f"forward, {width}", kernel, forward.warps, forward.stages, plain | block | more, forward.registers)
+        show(f"forward, {width}{label}", kernel, forward.warps, forward.stages, plain | block | more, forward.registers)
         for walks, table in (("long", block_shapes.BACKWARD), ("short", block_shapes.BACKWARD_SHORT)):
             (backward, *_) = table[2, width]
             block = {
@@ -112,7 +127,7 @@ def main() -> None:
             }
             more = {"STEEPEST": 120.0, "BEFORE_NORM": True}
             show(
-                f"dq, {walks} walks, {width}", backward_kernels.query_gradient_kernel, backward.query_warps,
+                f"dq, {walks} walks, {width}{label}", backward_kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,
             )  # fmt: skip
             block = {
@@ -123,7 +138,7 @@ def main() -> None:
             more = {"EVEN": True, "SKIP": walks == "short", "ACCUMULATE": False, "BEFORE_NORM": True}
             more |= {"THREADS": 32 * backward.key_warps}
             kernel = backward_kernels.key_gradient_kernel
-            name = f"dk dv, {walks} walks, {width}"
+            name = f"dk dv, {walks} walks, {width}{label}"
             show(name, kernel, backward.key_warps, backward.key_stages, plain | block | more)
         (tile, *_) = decode_plan.TILES[2, width]
         block = {"BM": tile.rows, "BN": tile.keys, "PIECES_AT_ONCE": 16, "STRIDE_UNIT": 8, "n_queries": 1}
@@ -136,7 +151,7 @@ def main() -> None:
             "FLOAT32": False,
         }
         for fixed in (True, False):
-            name = f"decode, {'fixed' if fixed else 'running'} reference, {width}"
+            name = f"decode, {'fixed' if fixed else 'running'} reference, {width}{label}"
             show(
                 name,
                 decode_kernels.decode_kernel,

@@ -142,7 +142,7 @@ def test_registered_with_torch_library() -> None:
     inputs = exact_inputs(9, n_queries=40)
     first, last = torch.zeros(2, 40, dtype=torch.int64), torch.arange(40).expand(2, 40).contiguous()
     seed = torch.zeros(1, dtype=torch.int64)
-    arguments = (*inputs, first, last, seed, 0.25, 0.0, None, 0.0, 2.0**-24)
+    arguments = (*inputs, first, last, seed, 0.25, 0.0, 0.0, None, 0.0, 2.0**-24)
     torch.library.opcheck(torch.ops.tra.blockwise_forward.default, arguments)
 
 

@@ -614,7 +614,7 @@ def test_keeps_the_keys_that_the_forward_kernel_keeps(dtype: torch.dtype, masked
     for threshold in (0.0, 0.5 * 0.0625, -0.25 * 0.0625):
         out = attend((query, key, value, log_forget), scale=0.0625, threshold=threshold)
         forward = torch.ops.tra.fused_forward(
-            query, key, value, log_forget, None, None, None, 0.0625, threshold, None, 0.0, 0.0, False
+            query, key, value, log_forget, None, None, None, 0.0625, threshold, 0.0, None, 0.0, 0.0, False
         )[0]
         assert torch.equal(out > 0, forward > 0)
         assert 0.1 < float((out > 0).float().mean()) < 0.9
@@ -686,7 +686,7 @@ def test_registered_with_torch_library() -> None:
     first, last = (x.to(DEVICE, torch.int32) for x in (torch.zeros(2, 2), torch.tensor([[48, 49], [20, 21]])))
     mask = padding("left", 2, 50).to(DEVICE)
     for rest in ((None, None, None), (first, last, None), (first, last, mask)):
-        torch.library.opcheck(torch.ops.tra.decode.default, (*inputs, *rest, 0.25, 0.0, 16.0, 2.0**-24))
+        torch.library.opcheck(torch.ops.tra.decode.default, (*inputs, *rest, 0.25, 0.0, 0.0, 16.0, 2.0**-24))
 
 
 @pytest.mark.slow

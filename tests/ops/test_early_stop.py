@@ -97,7 +97,7 @@ def visited(query: Tensor, key: Tensor, log_forget: Tensor, tolerance: float) ->
     last = torch.arange(LENGTH)[None]
     *_, stops = torch.ops.tra.blockwise_forward(
         query, key, key, log_forget, torch.zeros_like(last), last, torch.zeros(1, dtype=torch.int64),
-        0.25, 0.0, None, 0.0, tolerance,
+        0.25, 0.0, 0.0, None, 0.0, tolerance,
     )  # fmt: skip
     return stops.tolist()
 

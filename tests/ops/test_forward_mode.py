@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tra
 from tests.ops.compare import exact_inputs
+from tests.ops.test_fused import DEVICE
 from tra.attention import MECHANISMS, Attention
 from tra.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -47,7 +48,7 @@ def test_a_jacobian_of_rows_that_keep_nothing() -> None:
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
 def test_implementations_without_it_say_so(impl: str) -> None:
-    inputs = tuple(x.detach() for x in exact_inputs(3, n_queries=8))
+    inputs = tuple(x.detach() for x in exact_inputs(3, n_queries=8).on(DEVICE))
     with pytest.raises(RuntimeError, match=f"impl='{impl}' has no forward-mode derivative"):
         torch.func.jvp(lambda *x: tra.threshold_relative_attention(*x, impl=impl), inputs, inputs)
 

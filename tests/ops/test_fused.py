@@ -370,8 +370,9 @@ def oldest_read(inputs: tuple[Tensor, ...], tolerance: float, **options: float |
     query, key, value, log_forget = inputs
     scale = query.shape[3] ** -0.5
     return torch.ops.tra.fused_forward(
-        query, key, value, log_forget, None, None, None, scale, 0.0, options.get("score_bound"), 0.0, tolerance, False
-    )[4]
+        query, key, value, log_forget, None, None, None,
+        scale, 0.0, options.get("margin", 0.0), options.get("score_bound"), 0.0, tolerance, False,
+    )[4]  # fmt: skip
 
 
 def contents(kind: str, seed: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -502,7 +503,7 @@ def test_registered_with_torch_library() -> None:
     first, last = (x.to(DEVICE, torch.int32) for x in (torch.zeros(2, 40), torch.arange(40).repeat(2, 1)))
     seed = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for ranges, dropout in (((None, None), 0.0), ((first, last), 0.1)):
-        arguments = (*inputs, *ranges, seed, 0.25, 0.0, None, dropout, 2.0**-24, True)
+        arguments = (*inputs, *ranges, seed, 0.25, 0.0, 0.0, None, dropout, 2.0**-24, True)
         torch.library.opcheck(torch.ops.tra.fused_forward.default, arguments)
 
 

@@ -15,7 +15,7 @@ from tra.ops.options import AttentionOptions
 def test_defaults() -> None:
     for dtype, tolerance in ((torch.bfloat16, 2.0**-24), (torch.float32, 2.0**-24), (torch.float64, 2.0**-53)):
         assert AttentionOptions.resolve(64, dtype) == AttentionOptions(0.125, 0.0, None, 0.0, tolerance)
-    given = {"scale": -0.5, "threshold": 0.1, "score_bound": 3.0, "dropout": 0.2, "tolerance": 0.0}
+    given = {"scale": -0.5, "threshold": 0.1, "score_bound": 3.0, "dropout": 0.2, "tolerance": 0.0, "margin": 0.5}
     assert dataclasses.asdict(AttentionOptions.resolve(64, torch.float32, **given)) == given
 
 

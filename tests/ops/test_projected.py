@@ -173,7 +173,7 @@ def test_the_operators_are_what_they_say() -> None:
     case = Case(40, 2, 1, 16, True, torch.float32)
     x, query, key, value, gate, bias = case.leaves(torch.float32)
     joint = F.pad(torch.cat([query, key, value, gate]), (0, 0, 0, 14)).detach().requires_grad_()
-    arguments = (x, joint, gate.detach(), bias, None, 2, 1, 16, EPS, 0.0, 4.1, 0.0, 1e-6)
+    arguments = (x, joint, gate.detach(), bias, None, 2, 1, 16, EPS, 0.0, 0.0, 4.1, 0.0, 1e-6)
     torch.library.opcheck(torch.ops.tra.projected_forward.default, arguments)
 
 

@@ -46,9 +46,10 @@ def test_float64_gradcheck_with_dropout(impl: str) -> None:
 
 def test_map_agrees_with_the_operator_and_with_counting_by_hand() -> None:
     query, key, value, log_forget = exact_inputs(5, n_queries=37, n_keys=50, dtype=torch.float64)
-    weights, kept, distances, scores = attention_map(query, key, log_forget, rows_at_once=8)
+    weights, kept, distances, scores, counted = attention_map(query, key, log_forget, rows_at_once=8)
     out = tra.threshold_relative_attention(query, key, value, log_forget, impl="reference")
     torch.testing.assert_close(weights @ value, out)
+    assert torch.equal(kept, counted)
     for i in range(37):
         count = 0
         for j in range(i + 13, -1, -1):

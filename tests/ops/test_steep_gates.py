@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tra
 from tests.ops.compare import exact_inputs
+from tests.ops.test_fused import DEVICE
 from tests.slow import slow
 
 SLOPES = (-1e4, -1e7, *slow(-1e-3, -1.0, -30.0, -1e2, -1e6, -1e10, -1e20, -1e30))
@@ -20,7 +21,7 @@ CASES = (
 
 
 def gradients(impl: str, dtype: torch.dtype, slope: float, bound: float | None, **options: object) -> list[Tensor]:
-    inputs = exact_inputs(5, batch=1, n_queries=70, dtype=dtype)
+    inputs = exact_inputs(5, batch=1, n_queries=70, dtype=dtype).on(DEVICE)
     forget = torch.full_like(inputs.log_forget, slope).requires_grad_()
     leaves = (*inputs[:3], forget)
     out = tra.threshold_relative_attention(*leaves, impl=impl, score_bound=bound, **options)
@@ -43,7 +44,7 @@ def test_gradients_at_steep_gates(impl: str, dtype: torch.dtype, bound: float | 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_values_near_the_largest_float(impl: str) -> None:
     """No sum on the way overflows: an average of values is never larger than the values."""
-    inputs = [x.detach() for x in exact_inputs(6, batch=1, n_queries=70)]
+    inputs = [x.detach() for x in exact_inputs(6, batch=1, n_queries=70).on(DEVICE)]
     for scale in (3e38, 1e-30):
         value = inputs[2].sign() * scale
         out = tra.threshold_relative_attention(*inputs[:2], value, 0.01 * inputs[3], impl=impl)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.exc import InductorError
 
 from tests.ops.compare import Inputs, causal, exact_inputs, run
 from tra.bench.judge import error_ratio, plain_attention
@@ -18,7 +20,7 @@ from tra.ops.options import AttentionOptions
 from tra.ops.triton import block_shapes, decode
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (54, 103, 104, 200, 256, 257, 512)
+LENGTHS = (54, 103, 200, 257, 512, 700, 1100, 2500)
 
 
 def still_needed(plain_is_right: bool) -> None:
@@ -101,7 +103,11 @@ def test_arithmetic_on_bare_indices() -> None:
 
     seed, x = torch.tensor([123_456_789], device="cuda"), torch.zeros(300, 500, device="cuda")
     assert torch.equal(compiled(ours)(seed, x), ours(seed, x))
-    still_needed(torch.equal(compiled(plain)(seed, x), plain(seed, x)))
+    try:
+        found = compiled(plain)(seed, x)
+    except InductorError:
+        return  # with a constant beyond 32 bits it doesn't compile at all
+    still_needed(torch.equal(found, plain(seed, x)))
 
 
 def test_flex_attention_at_any_length() -> None:
@@ -109,12 +115,12 @@ def test_flex_attention_at_any_length() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     right = []
-    for length in (100, 130, 200):
+    for length in (63, 100, 130, 200, 300, 1000):
         query, key, value, _ = Inputs(*(x.detach() for x in exact_inputs(1, n_queries=length, width=64).on("cuda")))
-        slope = torch.rand(2, device="cuda")
+        slope = torch.rand(2, 2, length, device="cuda")  # per query, as gates are
 
-        def score(x: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor, slope: Tensor = slope) -> Tensor:
-            return x - slope[h] * (i - j)
+        def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, slope: Tensor = slope) -> Tensor:
+            return x - slope[b, h, i] * (i - j)
 
         mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device="cuda")
 
@@ -123,7 +129,7 @@ def test_flex_attention_at_any_length() -> None:
 
         leaves = [x.requires_grad_() for x in (query, key, value)]
         place = torch.arange(length, device="cuda")
-        bias = -slope[:, None, None] * (place[:, None] - place)
+        bias = -slope[..., None] * (place[:, None] - place)
         bias = bias.masked_fill(place[:, None] < place, -torch.inf)
         found = torch.autograd.grad(compiled(attend)(*leaves).square().sum(), leaves)
         expected = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, attn_mask=bias).square().sum(), leaves)
@@ -137,15 +143,32 @@ def test_rows_of_24_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not triton.__version__.startswith("3.6"):
         pytest.skip("Triton brings another ptxas")
-    inputs = [x.detach() for x in exact_inputs(24, batch=1, heads=2, n_queries=2, n_keys=70, width=24,
-                                               value_width=248, dtype=torch.bfloat16).on("cuda")]  # fmt: skip
-    exact = run(Inputs(*inputs).to(torch.float64), torch.zeros(1, 2, 2, 248, device="cuda"), "reference")[0]
-    plain = plain_attention(*inputs, causal(2, 70).cuda())
-    options = AttentionOptions.resolve(24, torch.bfloat16)
-    ratios = []
-    for unit in (compiler_workarounds.MAX_STRIDE_UNIT, 1):
-        monkeypatch.setattr(compiler_workarounds, "MAX_STRIDE_UNIT", unit)
-        monkeypatch.setattr(block_shapes, "_chosen", {})
-        ratios.append(error_ratio(decode.decode_attention(*inputs, None, None, None, options, piece=32), plain, exact))
-    assert ratios[0] <= 1
-    still_needed(ratios[1] <= 1)
+    ratios: dict[int, list[float]] = {compiler_workarounds.MAX_STRIDE_UNIT: [], 1: []}
+    for width, values, dtype in itertools.product((24, 40), (248, 64, 232), (torch.bfloat16, torch.float16)):
+        inputs = [x.detach() for x in exact_inputs(24, batch=1, heads=2, n_queries=2, n_keys=70, width=width,
+                                                   value_width=values, dtype=dtype).on("cuda")]  # fmt: skip
+        exact = run(Inputs(*inputs).to(torch.float64), torch.zeros(1, 2, 2, values, device="cuda"), "reference")[0]
+        plain = plain_attention(*inputs, causal(2, 70).cuda())
+        options = AttentionOptions.resolve(width, dtype)
+        for unit, found in ratios.items():
+            monkeypatch.setattr(compiler_workarounds, "MAX_STRIDE_UNIT", unit)
+            monkeypatch.setattr(block_shapes, "_chosen", {})
+            got = decode.decode_attention(*inputs, None, None, None, options, piece=32)
+            found.append(error_ratio(got, plain, exact))
+    ours, without = ratios.values()
+    assert max(ours) <= 1
+    still_needed(max(without) <= 1)
+
+
+def test_graphs_that_are_exported() -> None:
+    """Entry 6."""
+
+    def say(x: Tensor) -> Tensor:
+        return x + 1 if torch.compiler.is_exporting() else x
+
+    def ours(x: Tensor) -> Tensor:
+        return x + 1 if compiler_workarounds.is_exporting() else x
+
+    x = torch.zeros(2, device="cuda")
+    assert not compiled(ours)(x).any()
+    still_needed(not compiled(say)(x).any())

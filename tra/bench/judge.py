@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tra.ops.inputs import compute_dtype
+from tra.ops.options import AttentionOptions
 
 
 def plain_attention(
@@ -20,6 +21,7 @@ def plain_attention(
     seen: Tensor | None = None,
     scale: float | None = None,
     threshold: float = 0.0,
+    margin: float = 0.0,
     wide_products: bool = True,
 ) -> Tensor:
     """Return what one would write without thinking of precision: S and P rounded to the dtype, sums in float32.
@@ -38,8 +40,11 @@ def plain_attention(
         seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=query.device).tril(n_keys - n_queries)
     key, value = (x.repeat_interleave(group, 1).to(products) for x in (key, value))
     scores = (query.to(products) @ key.mT * scale).to(dtype).to(wide)
-    kept = seen & (scores > threshold)
-    distance = kept.flip(-1).cumsum(-1).flip(-1)
+    counted, kept = (
+        seen & (scores > threshold),
+        seen & (scores > AttentionOptions(1.0, threshold, margin=margin).lower_cut),
+    )
+    distance = counted.flip(-1).cumsum(-1).flip(-1) + ~counted
     logits = (scores + log_forget[..., None] * distance).masked_fill(~kept, -torch.inf)
     weights = torch.softmax(logits, -1).masked_fill(~kept.any(-1, keepdim=True), 0.0)
     return (weights.to(dtype).to(products) @ value).to(dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tra.ops.compiler_workarounds import is_exporting
 from tra.ops.forward_mode import in_forward_mode
 from tra.ops.options import AttentionOptions
 from tra.ops.triton.availability import why_unavailable
@@ -77,7 +78,7 @@ AUTO = (
     Choice(
         "reference",
         "forward-mode differentiation (`torch.func.jvp`), or a graph is exported, whose sizes are free",
-        lambda _: in_forward_mode() or torch.compiler.is_exporting(),
+        lambda _: in_forward_mode() or is_exporting(),
     ),
     Choice(
         "triton",

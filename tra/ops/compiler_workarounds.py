@@ -18,6 +18,9 @@ them: `softmax_or_nothing`, `sum_from_the_right`, `count_from_the_right`, `halve
 `FLEX_LENGTH_MULTIPLE`.
 
 5. **ptxas 12.8.93 loses an address** (Triton 3.6 brings it; 12.9 is right): `MAX_STRIDE_UNIT`.
+
+6. **Dynamo takes `torch.compiler.is_exporting()` for true in any compiled graph** (torch 2.11; 2.13 is right):
+`is_exporting` reads the flag instead.
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ least that can be copied asynchronously, into buffers of their own.
 
 MAX_EXACT_HALF = 2048
 """Up to here float16 holds every whole number."""
+
+
+def is_exporting() -> bool:
+    """Return whether a graph is being exported, as opposed to compiled."""
+    return torch.compiler._is_exporting_flag
 
 
 def truncate_to_bfloat16(x: Tensor) -> Tensor:
@@ -83,7 +91,7 @@ def decomposable(operator: Any) -> Any:
 
     @functools.wraps(operator._init_fn)
     def call(*arguments: Any) -> Tensor:
-        plain = torch.compiler.is_exporting() or in_forward_mode()
+        plain = is_exporting() or in_forward_mode()
         function: Callable[..., Tensor] = operator._init_fn if plain else operator
         return function(*arguments)
 
@@ -108,7 +116,7 @@ def _sum_from_the_left(x: Tensor) -> Tensor:
 def softmax_or_nothing(logits: Tensor) -> Tensor:
     """Return the softmax over the last dimension, in which a row of -inf throughout is 0."""
     nothing = logits.amax(-1, keepdim=True) == -torch.inf
-    return logits.softmax(-1).masked_fill_(nothing, 0.0)
+    return logits.softmax(-1).masked_fill(nothing, 0.0)
 
 
 @torch.library.custom_op("tra::softmax_backward", mutates_args=())
@@ -121,14 +129,14 @@ def _softmax_backward(gradient: Tensor, weights: Tensor) -> Tensor:
 def halved_below_zero(logits: Tensor) -> Tensor:
     """Return half of the logits, less the largest half of their row. Its gradient leaves out the shift."""
     x = logits / 2
-    return x.sub_(x.amax(-1, keepdim=True))
+    return x - x.amax(-1, keepdim=True)
 
 
 @decomposable
 @torch.library.custom_op("tra::entmax_weights", mutates_args=())
 def entmax_weights(x: Tensor, threshold: Tensor) -> Tensor:
     """Return max(0, x - threshold)². Its gradient is that of 1.5-entmax, whose threshold depends on x."""
-    return (x - threshold).clamp_(min=0).square_()
+    return (x - threshold).clamp(min=0).square()
 
 
 @torch.library.custom_op("tra::entmax_backward", mutates_args=())

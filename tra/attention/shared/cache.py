@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tra.attention.shared.positions import positions
+from tra.ops.compiler_workarounds import is_exporting
 
 
 class CacheView(NamedTuple):
@@ -85,7 +86,7 @@ class LayerCache:
 
 def check_no_grad(*tensors: Tensor) -> None:
     """Raise a RuntimeError if a gradient would have to flow into a cache."""
-    if torch.is_grad_enabled() and not torch.compiler.is_exporting() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and not is_exporting() and any(x.requires_grad for x in tensors):
         raise RuntimeError("a cache is for inference: gradients don't flow through it, so use torch.no_grad()")
 
 

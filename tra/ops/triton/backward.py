@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tra.ops.options import AttentionOptions
-from tra.ops.raw_threshold import raw_threshold
 from tra.ops.triton import block_shapes, launch
 from tra.ops.triton.launch import ForwardState, device_guard, heads_sorted_together, rows_contiguous
 
@@ -79,11 +78,11 @@ def run_backward(
     is_float32 = query.dtype == torch.float32
     if out_error.numel() == 0 and not is_float32:  # the forward wasn't told that gradients are wanted
         out_error = torch.zeros_like(out)
-    constants = launch.shape_constants(query, value, first, options.dropout)
+    constants = launch.kernel_constants(query, value, first, options)
     constants["ONLINE"] = launch.needs_running_maximum(query.dtype, options)
     numbers = (
         options.scale, options.scale * launch.logit_unit(query.dtype),
-        raw_threshold(options.scale, options.threshold), *launch.drop_arguments(options.dropout),
+        *launch.cuts(options), *launch.drop_arguments(options.dropout),
     )  # fmt: skip
     skip = early or first is not None
     short = early or n_keys <= launch.MAX_FULL_WALK_KEYS
@@ -162,6 +161,7 @@ def _backward(
     stop: Tensor,
     scale: float,
     threshold: float,
+    margin: float,
     score_bound: float | None,
     dropout: float,
     early: bool,
@@ -171,7 +171,7 @@ def _backward(
     run_backward(
         grads, grad_out, query, key, value, log_forget, first, last, seed,
         ForwardState(out, low, reference, total, stop),
-        AttentionOptions(scale, threshold, score_bound, dropout), early,
+        AttentionOptions(scale, threshold, score_bound, dropout, margin=margin), early,
     )  # fmt: skip
     return tuple(grads)  # type: ignore[return-value]
 

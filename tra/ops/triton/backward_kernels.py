@@ -6,19 +6,23 @@ import triton
 import triton.language as tl
 
 from tra.ops.triton.kernel_parts import (
+    INFINITE,
     LARGE_INDEX,
     LOG2_E,
+    NO_MARGIN,
     SIZES,
+    counted_in_block,
     dropout_columns,
     dropout_rows,
     gradient_before_norm,
     hash32,
     head_and_block,
-    kept_in_block,
     load_pairs,
     load_rows,
     load_tile,
     one_minus_exp,
+    ones_above,
+    ones_triangle,
     power,
     slopes,
     store_tile,
@@ -34,21 +38,20 @@ LISTED_AT_ONCE = tl.constexpr(256)
 def _query_gradient_block(
     b_q, b_do, b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count, b_slope, b_ref, b_scale, b_inner, b_first,
     b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, j, stride_k, stride_v, stride_c, n_keys, score_scale,
-    raw_threshold, drop_below, drop_scale,
+    raw_threshold, raw_lower_cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr,
     KEY_RATIO: tl.constexpr, MASKED: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr,
-    FLOAT32: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    FLOAT32: tl.constexpr, DROPOUT: tl.constexpr, MARGIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one step of the walk for the gradients of queries and gates: key block j."""
     o_k = j * BN + tl.arange(0, BN)
     b_k = load_tile(p_k, j * BN, stride_k, n_keys, D, BD, BN, MASKED)
     b_v = load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BD] @ [BD, BN] -> [BM, BN]
-    b_one = tl.where(b_s <= raw_threshold, 0.0, 1.0)
-    if MASKED:
-        b_one = tl.where(o_k[None, :] <= b_last[:, None], b_one, 0.0)
-        if RANGES:
-            b_one = tl.where(o_k[None, :] >= b_first[:, None], b_one, 0.0)
+    b_one = ones_above(b_s, raw_threshold, o_k, b_first, b_last, MASKED, RANGES)
+    b_stays = b_one
+    if MARGIN != NO_MARGIN and (MARGIN != INFINITE or MASKED):
+        b_stays = ones_above(b_s, raw_lower_cut, o_k, b_first, b_last, MASKED, RANGES)
     b_offset = b_count if ONLINE else b_slope * b_count - b_ref
     m_first = (j + 1) % KEY_RATIO == 0  # the newest of the blocks that are one in the other kernel
     tl.store(p_offsets + tl.cast(j // KEY_RATIO, tl.int64) * stride_c, b_offset, mask=m_m & m_first)
@@ -59,7 +62,7 @@ def _query_gradient_block(
         b_x = b_s * score_scale + (b_slope[:, None] * b_n - b_ref[:, None])
     else:
         b_x = b_s * score_scale + (b_slope[:, None] * b_n + b_offset[:, None])
-    b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
+    b_p = weights(b_x, b_stays, MASKED, ONLINE, FLOAT32, MARGIN)
     if FLOAT32:
         b_p *= b_scale[:, None]
     if DROPOUT:
@@ -73,7 +76,7 @@ def _query_gradient_block(
         b_surplus += tl.sum(b_ds, 1)
         b_distance += tl.sum(b_p * b_n, 1)
         b_mean = tl.dot(b_p, b_k, b_mean, input_precision=PRECISION)  # [BM, BN] @ [BN, BD] -> [BM, BD]
-    b_count = kept_in_block(b_n)
+    b_count = counted_in_block(b_n, b_one, MARGIN)
     b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)  # [BM, BN] @ [BN, BD] -> [BM, BD]
     return b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count
 
@@ -86,14 +89,17 @@ def query_gradient_kernel(
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_gb, stride_gh, stride_g,
     stride_dqb, stride_dqh, stride_dq, stride_dfb, stride_dfh, stride_df,
     heads_sorted, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale, raw_threshold,
-    drop_below, drop_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    raw_lower_cut, drop_below, drop_scale,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, KEY_RATIO: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr,
-    DROPOUT: tl.constexpr, BEFORE_NORM: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, MARGIN: tl.constexpr, BEFORE_NORM: tl.constexpr, STEEPEST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Repeat the forward's walk for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
     Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
-    n_rows]`, slope · (keys kept right of a key block) - REF, or their number less one if ONLINE; WALK_ENDS `[B H, row
+    n_rows]`, slope · (keys counted right of a key block) - REF, or their number if ONLINE (less one without a margin,
+    as in the forward); WALK_ENDS `[B H, row
     blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long.
     BEFORE_NORM: gradients are those of queries before their norm, which multiplied rows by NORM_FACTOR, and of gates
     before log σ.
@@ -131,14 +137,15 @@ def query_gradient_kernel(
 
     p_offsets = OFFSETS + tl.cast(i_bh, tl.int64) * n_blocks * n_rows + i_m * BM + tl.arange(0, BM)
     if KEY_RATIO > 1:  # the newest block may begin inside one of the other kernel's
-        b_first_offset = b_ref * 0.0 - 1.0 if ONLINE else -b_ref
+        b_first_offset = -b_ref
+        if ONLINE:
+            b_first_offset = b_ref * 0.0 - (1.0 if MARGIN == NO_MARGIN else 0.0)
         tl.store(p_offsets + tl.cast(newest // KEY_RATIO, tl.int64) * n_rows, b_first_offset, mask=m_m & (newest >= 0))
     b_row = dropout_rows(SEED, o_row) if DROPOUT else o_m
-    o_n = tl.arange(0, BN)
-    triangle = (o_n[:, None] >= o_n[None, :]).to(tl.float16)
+    triangle = ones_triangle(BN, MARGIN, False).to(tl.float16)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dforget, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    if ONLINE:
+    if ONLINE and MARGIN == NO_MARGIN:
         b_count -= 1.0  # as in the forward; Σ dS is 0, so Σ dS n doesn't change
     b_surplus, b_distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     b_mean = tl.zeros([BM, BD], tl.float32) if FLOAT32 else b_inner
@@ -149,8 +156,8 @@ def query_gradient_kernel(
             b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count = _query_gradient_block(
                 b_q, b_do, b_dq, b_dforget, b_surplus, b_distance, b_mean, b_count, b_slope, b_ref, b_scale, b_inner,
                 b_first, b_last, b_row, m_m, triangle, p_k, p_v, p_offsets, SEED, newest - step, stride_k, stride_v,
-                n_rows, n_keys, score_scale, raw_threshold, drop_below, drop_scale,
-                D, DV, BD, BDV, BN, KEY_RATIO, PHASE != 1, RANGES, ONLINE, FLOAT32, DROPOUT, PRECISION,
+                n_rows, n_keys, score_scale, raw_threshold, raw_lower_cut, drop_below, drop_scale,
+                D, DV, BD, BDV, BN, KEY_RATIO, PHASE != 1, RANGES, ONLINE, FLOAT32, DROPOUT, MARGIN, PRECISION,
             )  # fmt: skip
         newest = tl.minimum(newest, end - 1)
     if FLOAT32:
@@ -174,11 +181,11 @@ def query_gradient_kernel(
 @triton.jit
 def _key_gradient_block(
     b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total, p_slope_inner,
-    p_offsets, i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold, drop_below,
-    drop_scale,
+    p_offsets, i_b, i_bh, start, chunk, stride_q, stride_g, n_queries, n_keys, score_scale, raw_threshold,
+    raw_lower_cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
     EVEN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
-    THREADS: tl.constexpr, PRECISION: tl.constexpr,
+    MARGIN: tl.constexpr, THREADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what a block of queries contributes to a block of keys. Transposed: keys are rows here."""
     o_m = start + tl.arange(0, BM)
@@ -190,14 +197,17 @@ def _key_gradient_block(
         b_scale = 1.0 / load_rows(p_total, start, n_queries, BM, 1.0, EVEN, THREADS)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BD] @ [BD, BM] -> [BN, BM]
     b_one = tl.where(b_s <= raw_threshold, 0.0, 1.0)
+    b_stays = b_one if MARGIN == NO_MARGIN else tl.where(b_s <= raw_lower_cut, 0.0, 1.0)
     if MASKED:
         if RANGES:
             b_first = load_rows(FIRST + i_b * n_queries, start, n_queries, BM, LARGE_INDEX, EVEN, THREADS)
             b_last = load_rows(LAST + i_b * n_queries, start, n_queries, BM, -1, EVEN, THREADS)
             b_one = tl.where(o_k[:, None] >= b_first[None, :], b_one, 0.0)
+            b_stays = tl.where(o_k[:, None] >= b_first[None, :], b_stays, 0.0)
         else:
             b_last = o_m + (n_keys - n_queries)
         b_one = tl.where(o_k[:, None] <= b_last[None, :], b_one, 0.0)
+        b_stays = tl.where(o_k[:, None] <= b_last[None, :], b_stays, 0.0)
     b_ones = b_one.to(triangle.dtype)
     b_n = tl.dot(triangle, b_ones)  # [BN, BN] @ [BN, BM] -> [BN, BM]
     if ONLINE:
@@ -205,10 +215,10 @@ def _key_gradient_block(
         b_x = b_s * score_scale + (b_slope[None, :] * (b_n + b_offset[None, :]) - b_ref[None, :])
     else:
         b_x = b_s * score_scale + (b_slope[None, :] * b_n + b_offset[None, :])
-    if triangle.dtype == tl.bfloat16 and not MASKED and not ONLINE:
+    if MARGIN == NO_MARGIN and triangle.dtype == tl.bfloat16 and not MASKED and not ONLINE:
         b_p = power(b_x, FLOAT32).to(tl.bfloat16) * b_ones
     else:
-        b_p = weights(b_x, b_one, MASKED, ONLINE, FLOAT32)
+        b_p = weights(b_x, b_stays, MASKED, ONLINE, FLOAT32, MARGIN)
     if FLOAT32:
         b_p *= b_scale[None, :]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BDV] @ [BDV, BM] -> [BN, BM]
@@ -254,10 +264,10 @@ def key_gradient_kernel(
     stride_gb, stride_gh, stride_g,
     stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh, stride_dv,
     seen_blocks, heads_sorted, chunk, n_rows, n_blocks, n_queries, n_keys, heads, group, scale, score_scale,
-    raw_threshold, drop_below, drop_scale,
+    raw_threshold, raw_lower_cut, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ROW_RATIO: tl.constexpr, EVEN: tl.constexpr, RANGES: tl.constexpr, SKIP: tl.constexpr,
-    ACCUMULATE: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
+    ACCUMULATE: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr, MARGIN: tl.constexpr,
     BEFORE_NORM: tl.constexpr, THREADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a block of keys over the row blocks of a chunk whose walk read it, in their order.
@@ -275,7 +285,7 @@ def key_gradient_kernel(
     o_k = j * BN + o_n
     b_k = load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_keys, D, BD, BN, True)
     b_v = load_tile(V + i_b * stride_vb + i_hk * stride_vh, j * BN, stride_v, n_keys, DV, BDV, BN, True)
-    triangle = (o_n[:, None] <= o_n[None, :]).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
+    triangle = ones_triangle(BN, MARGIN, True).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
     b_column = dropout_columns(SEED, o_k) if DROPOUT else o_k
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
 
@@ -316,8 +326,8 @@ def key_gradient_kernel(
                 b_dk, b_dv = _key_gradient_block(
                     b_k, b_v, b_dk, b_dv, o_k, b_column, triangle, p_q, p_do, FIRST, LAST, SEED, p_ref, p_total,
                     p_slope_inner, p_offsets, i_b, i_bh, chunk + i_m * BM, chunk, stride_q, stride_g, n_queries, n_keys,
-                    score_scale, raw_threshold, drop_below, drop_scale,
-                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, FLOAT32, DROPOUT, THREADS, PRECISION,
+                    score_scale, raw_threshold, raw_lower_cut, drop_below, drop_scale,
+                    D, DV, BD, BDV, BM, PHASE == 0, EVEN, RANGES, ONLINE, FLOAT32, DROPOUT, MARGIN, THREADS, PRECISION,
                 )  # fmt: skip
     b_dk *= scale
     p_dk = DK + i_b * stride_dkb + i_hk * stride_dkh

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from tra.ops import compiler_workarounds
 from tra.ops.options import AttentionOptions
-from tra.ops.raw_threshold import raw_threshold
 from tra.ops.triton import block_shapes, decode_plan
 from tra.ops.triton.block_shapes import ForwardTile
 from tra.ops.triton.launch import (
+    cuts,
     device_guard,
     empty_out,
+    kernel_constants,
     logit_unit,
     padded,
     power_of_two,
     rows_contiguous,
-    shape_constants,
 )
 
 MIN_GPU_WIDTH = 64
@@ -81,7 +81,7 @@ def _may_stop(options: AttentionOptions) -> bool:
 def _constants(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor | None, key_mask: Tensor | None, options: AttentionOptions
 ) -> dict[str, Any]:
-    constants = shape_constants(query, value, first, 0.0)
+    constants = kernel_constants(query, value, first, options)
     del constants["DROPOUT"]
     half = query.dtype != torch.float32
     if half and query.is_cuda:
@@ -121,7 +121,7 @@ def _launch(
         sums = torch.empty(n_rows * value_width, dtype=torch.float32, device=q.device)
         stats = torch.empty(4, n_rows, dtype=torch.float32, device=q.device)
     numbers = (
-        options.scale * unit, raw_threshold(options.scale, options.threshold), (options.score_bound or 0.0) * unit,
+        options.scale * unit, *cuts(options), options.threshold * unit, (options.score_bound or 0.0) * unit,
         math.log(options.tolerance) * unit if _may_stop(options) else 0.0,
     )  # fmt: skip
     former = 0
@@ -175,11 +175,12 @@ def _decode(
     key_mask: Tensor | None,
     scale: float,
     threshold: float,
+    margin: float,
     score_bound: float | None,
     tolerance: float,
 ) -> Tensor:
     """Return `[B, H, Tq, Dv]`. Ranges are `[B, Tq]` int32, `key_mask` `[B, Tk]`; slots outside aren't read."""
-    options = AttentionOptions(scale, threshold, score_bound, tolerance=tolerance)
+    options = AttentionOptions(scale, threshold, score_bound, tolerance=tolerance, margin=margin)
     return decode_attention(query, key, value, log_forget, first, last, key_mask, options)
 
 

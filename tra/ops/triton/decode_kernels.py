@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tra.ops.triton.kernel_parts import LARGE_INDEX, LOG2_E, log, power, slopes
+from tra.ops.triton.kernel_parts import LARGE_INDEX, LOG2_E, NO_MARGIN, log, ones_triangle, power, slopes
 
 SIZES = ["stride_s", "n_keys", "kv_heads", "start", "phase_blocks", "min_blocks", "former_pieces", "pieces"]
 """Arguments for whose values (1, multiples of 16) no separate kernel is compiled."""
@@ -31,15 +31,15 @@ def _load_keys(p, start, m_k, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 @triton.jit
 def _decode_block(
     b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask, j, oldest, newest,
-    stride_k, stride_v, stride_m, score_scale, raw_threshold,
+    stride_k, stride_v, stride_m, score_scale, raw_threshold, raw_lower_cut,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
-    FIXED_REFERENCE: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    MARGIN: tl.constexpr, FIXED_REFERENCE: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one step of the walk: key block j. Keys that no query sees aren't read.
 
     Keys lie across warps, so a reduction over them would wait for all warps; a small product doesn't. Each row of
-    `b_counts` has the count of newer blocks, less one. `b_totals` has sums of weights that add up, over keys, to a
-    row's.
+    `b_counts` has the count of newer blocks, less one without a margin. `b_totals` has sums of weights that add up,
+    over keys, to a row's.
     """
     o_k = j * BN + tl.arange(0, BN)
     m_k = (o_k >= oldest) & (o_k <= newest)
@@ -49,11 +49,12 @@ def _decode_block(
     b_v = _load_keys(p_v, j * BN, m_k, stride_v, DV, BDV, BN)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BD] @ [BD, BM] -> [BN, BM]
     m_seen = m_k[:, None] & (o_k[:, None] >= b_first[None, :]) & (o_k[:, None] <= b_last[None, :])
-    m_kept = ~(b_s <= raw_threshold) & m_seen  # a NaN is kept, so that it shows
-    b_one = m_kept.to(tl.float16)
-    b_n = tl.dot(triangle, b_one, b_counts)  # [BN, BN] @ [BN, BM] -> [BN, BM]: kept keys from j on, less one
+    m_counted = ~(b_s <= raw_threshold) & m_seen  # a NaN counts and stays, so that it shows
+    m_stays = m_counted if MARGIN == NO_MARGIN else ~(b_s <= raw_lower_cut) & m_seen
+    b_one = m_counted.to(tl.float16)
+    b_n = tl.dot(triangle, b_one, b_counts)  # [BN, BN] @ [BN, BM] -> [BN, BM]: a key's distance, less one
     b_counts = tl.dot(ones, b_one, b_counts)
-    b_x = tl.where(m_kept, b_s * score_scale + b_slope[None, :] * b_n, float("-inf"))
+    b_x = tl.where(m_stays, b_s * score_scale + b_slope[None, :] * b_n, float("-inf"))
     if not FIXED_REFERENCE:
         b_new = tl.maximum(b_ref, tl.max(b_x, 0))
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -68,8 +69,8 @@ def _decode_block(
 
 @triton.jit
 def _keys_to_go(
-    b_ref, b_total, b_former, b_count, b_slope, b_geometric, b_first, edge, walked, bound, log_tolerance,
-    BN: tl.constexpr, FLOAT32: tl.constexpr,
+    b_ref, b_total, b_former, b_count, b_slope, b_geometric, b_first, edge, walked, bound, threshold, log_tolerance,
+    BN: tl.constexpr, MARGIN: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Estimate how many more keys to read before the next check; 0 if no key left of `edge` counts, in any row.
 
@@ -78,7 +79,10 @@ def _keys_to_go(
     """
     b_left = (edge - b_first).to(tl.float32)
     b_decay = b_slope * (b_count + 1.0)
-    b_rest = bound + b_decay + log(tl.minimum(tl.maximum(b_left, 1.0), b_geometric), FLOAT32)
+    b_terms = tl.minimum(tl.maximum(b_left, 1.0), b_geometric)
+    if MARGIN != NO_MARGIN:
+        b_terms += tl.maximum(b_left, 1.0) * power(tl.minimum(threshold - bound, 0.0), FLOAT32)
+    b_rest = bound + b_decay + log(b_terms, FLOAT32)
     b_rest += (1.0 + tl.abs(bound) + tl.abs(b_decay)) * 1e-6  # more than what rounding can hide
     b_excess = b_rest - (tl.maximum(b_ref + log(b_total, FLOAT32), b_former) + log_tolerance)
     m_going = (b_left > 0) & ~(b_excess < 0.0)
@@ -127,10 +131,12 @@ def decode_kernel(
     Q, K, V, FORGET, FIRST, LAST, MASK, OUT, PIECE_SUMS, PIECE_STATS,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_mb, stride_m, stride_ob, stride_oh, stride_o, stride_s,
-    n_queries, n_keys, kv_heads, group, score_scale, raw_threshold, bound, log_tolerance, start, phase_blocks,
-    min_blocks, former_pieces, pieces, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    n_queries, n_keys, kv_heads, group, score_scale, raw_threshold, raw_lower_cut, threshold, bound, log_tolerance,
+    start, phase_blocks, min_blocks, former_pieces, pieces,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
-    LATER_PHASE: tl.constexpr, ONE_PIECE: tl.constexpr, FIXED_REFERENCE: tl.constexpr, FLOAT32: tl.constexpr,
+    LATER_PHASE: tl.constexpr, ONE_PIECE: tl.constexpr, MARGIN: tl.constexpr, FIXED_REFERENCE: tl.constexpr,
+    FLOAT32: tl.constexpr,
     PIECES_AT_ONCE: tl.constexpr, STRIDE_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Let all queries of a key head walk one piece of its keys, from right to left.
@@ -182,8 +188,8 @@ def decode_kernel(
         b_series = -b_forget * (1.0 + b_forget * (0.5 + b_forget * (1.0 / 6.0 + b_forget * (1.0 / 24.0))))
         b_geometric = 1.0 / tl.where(b_forget > -0.05, b_series, 1.0 - tl.exp(b_forget))
         more = _keys_to_go(
-            b_ref, b_total, b_former, b_count, b_slope, b_geometric, b_first, top, 0.0, bound, log_tolerance,
-            BN, FLOAT32,
+            b_ref, b_total, b_former, b_count, b_slope, b_geometric, b_first, top, 0.0, bound, threshold,
+            log_tolerance, BN, MARGIN, FLOAT32,
         )  # fmt: skip
         steps = (more * (1.0 / BN)).to(tl.int32) + 1
         if (more == 0.0) | (stopped > 0.0):
@@ -196,10 +202,10 @@ def decode_kernel(
     p_k = K + (i_b * stride_kb + i_hk * stride_kh) * STRIDE_UNIT
     p_v = V + (i_b * stride_vb + i_hk * stride_vh) * STRIDE_UNIT
     p_mask = MASK + i_b * stride_mb if MASKED else MASK
-    o_n = tl.arange(0, BN)
-    triangle = (o_n[:, None] <= o_n[None, :]).to(tl.float16)
+    triangle = ones_triangle(BN, MARGIN, True).to(tl.float16)
     ones = tl.full([BN, BN], 1.0, tl.float16)
-    b_counts, b_totals = tl.full([BN, BM], -1.0, tl.float32), tl.zeros([BN, BM], tl.float32)
+    FIRST_COUNT: tl.constexpr = -1.0 if MARGIN == NO_MARGIN else 0.0  # so that counts are distances, less one
+    b_counts, b_totals = tl.full([BN, BM], FIRST_COUNT, tl.float32), tl.zeros([BN, BM], tl.float32)
     b_o = tl.zeros([BDV, BM], tl.float32)
     walks = j >= low
     while j >= low:
@@ -208,15 +214,15 @@ def decode_kernel(
             b_o, b_totals, b_ref, b_counts = _decode_block(
                 b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask,
                 j - step, oldest, newest, stride_k * STRIDE_UNIT, stride_v * STRIDE_UNIT, stride_m, score_scale,
-                raw_threshold, D, DV, BD, BDV, BN, MASKED, FIXED_REFERENCE, FLOAT32, PRECISION,
+                raw_threshold, raw_lower_cut, D, DV, BD, BDV, BN, MASKED, MARGIN, FIXED_REFERENCE, FLOAT32, PRECISION,
             )  # fmt: skip
         j -= now
-        b_total, b_count = tl.sum(b_totals, 0), tl.max(b_counts, 0) + 1.0
+        b_total, b_count = tl.sum(b_totals, 0), tl.max(b_counts, 0) - FIRST_COUNT
         if EARLY:
             walked = (top - (j + 1) * BN).to(tl.float32)
             more = _keys_to_go(
                 b_ref + b_slope, b_total, b_former, b_count, b_slope, b_geometric, b_first, (j + 1) * BN, walked,
-                bound, log_tolerance, BN, FLOAT32,
+                bound, threshold, log_tolerance, BN, MARGIN, FLOAT32,
             )  # fmt: skip
             steps = (more * (1.0 / BN)).to(tl.int32) + 1
             if more == 0.0:

@@ -14,7 +14,6 @@ from tra.ops import choice
 from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import without_autocast
 from tra.ops.options import AttentionOptions
-from tra.ops.raw_threshold import raw_threshold
 from tra.ops.triton import (
     backward,  # noqa: F401 registers its operator
     block_shapes,
@@ -45,8 +44,6 @@ def triton_attention(
     if reason is not None:
         raise RuntimeError(f"impl='triton' is not available: {reason}")
     refuse_forward_mode("impl='triton'")
-    if options.has_margin:
-        raise RuntimeError("impl='triton' has no margin yet")
     call = choice.Call(query, key, value, log_forget, options)
     decoding = choice.choose(choice.WITHIN_TRITON, call) == "decode"
     first, last, key_mask = visible or (None, None, None)
@@ -57,7 +54,7 @@ def triton_attention(
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
     if options.scale < 0:  # the kernels take a positive one
         query = -query
-    numbers = (abs(options.scale), options.threshold, options.score_bound)
+    numbers = (abs(options.scale), options.threshold, options.margin, options.score_bound)
     if decoding:
         return torch.ops.tra.decode(query, key, value, log_forget, first, last, key_mask, *numbers, options.tolerance)
     tolerance = options.tolerance if key.shape[2] > launch.MAX_FULL_WALK_KEYS else 0.0
@@ -84,6 +81,7 @@ def _forward(
     seed: Tensor | None,
     scale: float,
     threshold: float,
+    margin: float,
     score_bound: float | None,
     dropout: float,
     tolerance: float,
@@ -92,7 +90,7 @@ def _forward(
     """Return a `ForwardState`."""
     from tra.ops.triton.forward_kernel import forward_kernel
 
-    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance)
+    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance, margin)
     state = empty_forward_state(query, value, training)
     batch, heads, n_queries, width = query.shape
     kv_heads, n_keys = key.shape[1:3]
@@ -106,7 +104,7 @@ def _forward(
         # A computed product exceeds the norms' product by D roundings.
         bound = options.scale * unit * (1 + (width + 16) * 2.0**-23)
     q, k, v = (rows_contiguous(x) for x in (query, key, value))
-    constants = launch.shape_constants(query, value, first, options.dropout) | {
+    constants = launch.kernel_constants(query, value, first, options) | {
         "ONLINE": launch.needs_running_maximum(query.dtype, options),
         "NORMS": norms,
         "EARLY": early,
@@ -115,7 +113,7 @@ def _forward(
         "STEEPEST": launch.steepest_slope(query.dtype),
     }
     numbers = (
-        options.scale * unit, raw_threshold(options.scale, options.threshold), bound,
+        options.scale * unit, *launch.cuts(options), options.threshold * unit, bound,
         math.log(options.tolerance) * unit if early else 0.0, *launch.drop_arguments(options.dropout),
     )  # fmt: skip
 
@@ -138,20 +136,20 @@ def _forward(
 
 @_forward.register_fake
 def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
-    return tuple(empty_forward_state(query, value, training=rest[9]))
+    return tuple(empty_forward_state(query, value, training=rest[10]))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, log_forget, first, last, seed, scale, threshold, score_bound, dropout, tolerance = inputs[:12]
+    query, key, value, log_forget, first, last, seed, *numbers, tolerance, _ = inputs
     ctx.set_materialize_grads(False)  # of outputs that only backward reads
     ctx.save_for_backward(query, key, value, log_forget, first, last, seed, *output)
-    ctx.options = (scale, threshold, score_bound, dropout, tolerance > 0)
+    ctx.options = (*numbers, tolerance > 0)
 
 
 def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-def]
     with without_autocast(grad_out.device):
         grads = torch.ops.tra.fused_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * 9
+    return *grads, *(None,) * 10
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -4,9 +4,12 @@ Names: `b_` values of a block, `p_` a pointer, `o_` offsets, `m_` a mask; capita
 host. BM rows and BN keys make a block; BD and BDV are the widths D and DV, rounded up to a power of two.
 
 A logit is `score_scale · (q·k) + slope · n`. In half precision scale and slope are in units of log 2, so that a weight
-is a power of two, which is one instruction; FLOAT32 kernels use natural units and `exp`. A key is kept when q·k isn't
-at or below `raw_threshold` (see `tra.ops.raw_threshold`). All kernels sum q·k in the same order, so they keep the same
-keys, to the bit. Counts, references and sums are float32.
+is a power of two, which is one instruction; FLOAT32 kernels use natural units and `exp`. A key counts when q·k isn't
+at or below `raw_threshold`, and stays when it isn't at or below `raw_lower_cut` (see `tra.ops.raw_threshold`). All
+kernels sum q·k in the same order, so the same keys count and stay, to the bit. Counts, references and sums are float32.
+
+MARGIN says how the two differ: NO_MARGIN, FINITE, or INFINITE, where every visible key stays. With a margin a triangle
+is without its diagonal, and distances count one key less: those of the keys to the right.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+NO_MARGIN, FINITE, INFINITE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Values of MARGIN."""
 SIZES = ["n_keys", "n_blocks", "seen_blocks", "heads"]
 """Arguments for whose values (1, multiples of 16) no separate kernel is compiled."""
 LARGE_INDEX = tl.constexpr(1 << 30)
@@ -104,15 +109,45 @@ def slopes(p_forget, m_m, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, STEEPEST:
 
 
 @triton.jit
-def weights(b_x, b_one, MASKED: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr):
-    """Return powers of logits where a key is kept, else 0. Where no power can overflow, a product is enough."""
-    b_p = power(b_x, FLOAT32)
-    return tl.where(b_one > 0.0, b_p, 0.0) if MASKED or ONLINE else b_p * b_one
+def ones_above(b_s, raw_cut, o_k, b_first, b_last, MASKED: tl.constexpr, RANGES: tl.constexpr):
+    """Return 1 where a key is visible and its q·k above a cut, else 0. A NaN is above, so that it shows."""
+    b_one = tl.where(b_s <= raw_cut, 0.0, 1.0)
+    if MASKED:
+        b_one = tl.where(o_k[None, :] <= b_last[:, None], b_one, 0.0)
+        if RANGES:
+            b_one = tl.where(o_k[None, :] >= b_first[:, None], b_one, 0.0)
+    return b_one
 
 
 @triton.jit
-def kept_in_block(b_n):
-    """Return the number of kept keys of each row: the count at the first column, which is the largest.
+def weights(b_x, b_stays, MASKED: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr, MARGIN: tl.constexpr):
+    """Return powers of logits where a key stays, else 0. Where no power can overflow, a product is enough."""
+    b_p = power(b_x, FLOAT32)
+    if MARGIN == INFINITE and not MASKED:
+        return b_p
+    return tl.where(b_stays > 0.0, b_p, 0.0) if MASKED or ONLINE or MARGIN != NO_MARGIN else b_p * b_stays
+
+
+@triton.jit
+def ones_triangle(SIZE: tl.constexpr, MARGIN: tl.constexpr, OF_ROWS: tl.constexpr):
+    """Return the mask `[SIZE, SIZE]` whose product counts keys from j on or, with a margin, right of j.
+
+    OF_ROWS: it multiplies from the left, and keys are rows. Else it multiplies from the right, and keys are columns.
+    """
+    o_n = tl.arange(0, SIZE)
+    b_right, b_key = (o_n[None, :], o_n[:, None]) if OF_ROWS else (o_n[:, None], o_n[None, :])
+    return b_right >= b_key if MARGIN == NO_MARGIN else b_right > b_key
+
+
+@triton.jit
+def counted_in_block(b_n, b_one, MARGIN: tl.constexpr):
+    """Return the number of counted keys of each row: the count at the first column, that key itself included."""
+    return largest_count(b_n if MARGIN == NO_MARGIN else b_n + b_one)
+
+
+@triton.jit
+def largest_count(b_n):
+    """Return the count at the first column of each row, which is the largest.
 
     It is read from the first columns only, which one thread holds.
     """
@@ -120,7 +155,7 @@ def kept_in_block(b_n):
     COLUMNS: tl.constexpr = b_n.shape[1]
     if COLUMNS > 8:
         b_left, _ = tl.split(tl.permute(tl.reshape(b_n, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
-        b_largest = kept_in_block(b_left)
+        b_largest = largest_count(b_left)
     else:
         b_even, _ = tl.split(tl.reshape(b_n, (ROWS, COLUMNS // 2, 2)))
         b_largest = tl.max(b_even, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tra.ops.options import AttentionOptions
+from tra.ops.raw_threshold import raw_threshold
 
 MAX_FULL_WALK_KEYS = 1024
 """Keys up to which every walk reads all of them: checking the bound would cost more than it saves."""
@@ -57,12 +58,12 @@ def empty_out(query: Tensor, width: int) -> Tensor:
 def needs_running_maximum(dtype: torch.dtype, options: AttentionOptions) -> bool:
     """Say whether the softmax needs a running maximum: without a promised bound, or if it is too far from the scores.
 
-    With the bound as fixed reference a row's sum may be as small as exp(max(threshold, -bound) - bound); in float16
+    With the bound as fixed reference a row's sum may be as small as exp(max(lower_cut, -bound) - bound); in float16
     weights that small vanish earlier, and float32 loses digits to a reference far above the logits.
     """
     if options.score_bound is None or dtype == torch.float32:
         return True
-    span = options.score_bound - max(options.threshold, -options.score_bound)
+    span = options.score_bound - max(options.lower_cut, -options.score_bound)
     return span > (20.0 if dtype == torch.float16 else 60.0)
 
 
@@ -93,6 +94,16 @@ def heads_sorted_together(heads: int, blocks: int, early: bool = False, min_head
     return min(divisors, key=lambda number: max(number / wanted, wanted / number))
 
 
+def margin_kind(options: AttentionOptions) -> int:
+    """Return the kernels' MARGIN: none, a finite one, or an infinite one."""
+    return 0 if not options.has_margin else 2 if options.lower_cut == -math.inf else 1
+
+
+def cuts(options: AttentionOptions) -> tuple[float, float]:
+    """Return the products q·k above which a key counts and above which it stays."""
+    return raw_threshold(options.scale, options.threshold), raw_threshold(options.scale, options.lower_cut)
+
+
 def padded(width: int) -> int:
     """Return the power of two that a block's columns are padded to."""
     return max(16, power_of_two(width))
@@ -117,15 +128,16 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def shape_constants(query: Tensor, value: Tensor, first: Tensor | None, dropout: float) -> dict[str, Any]:
-    """Return the kernels' constants that follow from shapes and dtype."""
+def kernel_constants(query: Tensor, value: Tensor, first: Tensor | None, options: AttentionOptions) -> dict[str, Any]:
+    """Return the kernels' constants that follow from shapes, dtype and options."""
     return {
         "D": query.shape[3],
         "DV": value.shape[3],
         "BD": padded(query.shape[3]),
         "BDV": padded(value.shape[3]),
         "RANGES": first is not None,
-        "DROPOUT": dropout > 0,
+        "DROPOUT": options.dropout > 0,
+        "MARGIN": margin_kind(options),
         "FLOAT32": query.dtype == torch.float32,
         "PRECISION": "ieee",  # of float32; half precision has no other
     }

@@ -55,6 +55,7 @@ def attention_of_projections(
     n_heads: int,
     eps: float,
     threshold: float = 0.0,
+    margin: float = 0.0,
     score_bound: float | None = None,
     dropout: float = 0.0,
     tolerance: float | None = None,
@@ -74,7 +75,7 @@ def attention_of_projections(
     if x.numel() == 0:
         raise ValueError(f"x is empty: got shape {tuple(x.shape)}, expected every dimension to be at least 1")
     width = weights.query.shape[0] // n_heads
-    options = AttentionOptions.resolve(width, x.dtype, None, threshold, score_bound, dropout, tolerance)
+    options = AttentionOptions.resolve(width, x.dtype, None, threshold, score_bound, dropout, tolerance, margin)
     seed = draw_seed(x.device) if dropout > 0 else None
     joint = torch.cat([weight for weight in weights[:4] if weight is not None])
     if len(joint) % ROW_MULTIPLE:
@@ -84,7 +85,7 @@ def attention_of_projections(
     with without_autocast(x.device):
         return torch.ops.tra.projected_forward(
             x, joint, gate, weights.gate_bias, seed, n_heads, weights.key.shape[0] // width, width, eps,
-            options.threshold, options.score_bound, options.dropout,
+            options.threshold, options.margin, options.score_bound, options.dropout,
             options.tolerance if x.shape[1] > launch.MAX_FULL_WALK_KEYS else 0.0,
         )[0]  # fmt: skip
 
@@ -101,6 +102,7 @@ def _forward(
     width: int,
     eps: float,
     threshold: float,
+    margin: float,
     score_bound: float | None,
     dropout: float,
     tolerance: float,
@@ -114,7 +116,7 @@ def _forward(
     factors = normalise(packed, n_heads, n_kv_heads, width, eps)
     state = torch.ops.tra.fused_forward(
         *split_heads(packed, n_heads, n_kv_heads, width)[:3], log_forget, None, None, seed, width**-0.5, threshold,
-        score_bound, dropout, tolerance, True,
+        margin, score_bound, dropout, tolerance, True,
     )  # fmt: skip
     return *state, log_forget, packed, *factors
 
@@ -147,6 +149,7 @@ def _backward(
     n_kv_heads: int,
     width: int,
     threshold: float,
+    margin: float,
     score_bound: float | None,
     dropout: float,
     early: bool,
@@ -160,10 +163,11 @@ def _backward(
     forget = rest[..., :n_heads].transpose(1, 2) if gated else torch.empty_like(log_forget)
     rest[..., n_heads if gated else 0 :].zero_()
     inputs = split_heads(packed, n_heads, n_kv_heads, width)[:3]
+    options = AttentionOptions(width**-0.5, threshold, score_bound, dropout, margin=margin)
     state = ForwardState(out, low, reference, total, stop)
     run_backward(
         Gradients(query, key, value, forget), grad_out, *inputs, log_forget, None, None, seed, state,
-        AttentionOptions(width**-0.5, threshold, score_bound, dropout), early, NormFactors(query_factor, key_factor),
+        options, early, NormFactors(query_factor, key_factor),
     )  # fmt: skip
     bias = bias_gradient(rest[..., :n_heads]) if gated else log_forget.new_empty(n_heads)
     grad_x = grads @ weight if of_x else x.new_empty(0)
@@ -197,7 +201,7 @@ def _autograd(ctx, grad_out, *_grads_of_the_rest):  # type: ignore[no-untyped-de
         grad_weight if of_weight else None,
         None,
         grad_bias.to(ctx.bias) if of_bias else None,
-        *(None,) * 9,
+        *(None,) * 10,
     )
 
 
