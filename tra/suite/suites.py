@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from tra.attention import MECHANISMS
@@ -129,6 +130,38 @@ def lengths_rates() -> Suite:
     return {"rates": Part(cells)}
 
 
+MARGINS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
+MARGIN_TASKS = ("copy-quick", "induct-quick", "flipflop-quick", "instruct-quick", "mqar-quick")
+MARGIN_RATES: dict[str, dict[float, float]] = {}
+"""Learning rates of `margin`, by task and margin: those with the lowest final training loss in `margin-rates`."""
+
+
+def _margin_cell(task: str, margin: float, rate: float, seed: int, *changes: str) -> Cell:
+    settings = [f"model.margin={margin:g}", f"optim.lr={rate}", f"train.seed={seed}", *changes]
+    config = preset(task).override([*settings, "train.checkpoint_every=1000000"])
+    return Cell(f"{task}-{margin:g}-{rate:g}-{seed}", config, f"margin {margin:g}")
+
+
+def margin() -> Suite:
+    """TRA at six margins on the quick tasks, four seeds, at the rates of `margin-rates`."""
+    return {
+        task: Part([_margin_cell(task, margin, rates[margin], seed) for seed in SEEDS for margin in MARGINS])
+        for task, rates in MARGIN_RATES.items()
+    }
+
+
+def margin_rates() -> Suite:
+    """The same at three learning rates, from a seed that `margin` doesn't use, judged by their training loss."""
+    few = ("evaluate.examples=200", "evaluate.examples_of={}", 'evaluate.splits=["iid"]')
+    return {
+        task: Part(
+            [_margin_cell(task, margin, rate, 100, *few) for rate in SEARCHED_MARGIN_RATES for margin in MARGINS]
+        )
+        for task in MARGIN_TASKS
+    }
+
+
+SEARCHED_MARGIN_RATES = (3e-4, 1e-3, 3e-3)
 SEEDS = (0, 1, 2, 3)
 
 
@@ -208,6 +241,8 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "lengths": lengths,
     "lengths-rates": lengths_rates,
     "language-rates": language_rates,
+    "margin": margin,
+    "margin-rates": margin_rates,
 }
 
 
