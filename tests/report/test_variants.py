@@ -200,3 +200,19 @@ def test_damaged_settings_are_a_problem_of_the_run(settings: dict[str, Any], tmp
         (str(folders[0]), f"config.json is damaged: model.{name} is not a number")
     ]
     assert len(data["sections"][0]["groups"]) == 1
+
+
+def test_a_page_has_the_share_of_counted_keys_where_there_is_a_margin(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / "plain", "tra"), with_settings(make_run(tmp_path / "margin", "tra"), margin=2.0)]
+    for folder, share in zip(folders, (0.5, 0.25), strict=True):
+        rows = [json.loads(line) for line in (folder / "diagnose.jsonl").read_text().splitlines()]
+        write_lines(folder / "diagnose.jsonl", [row | {"kept": [[0.5]], "counted": [[share]]} for row in rows])
+
+    def measures(*shown: Path) -> dict[str, Any]:
+        data, _ = page_data(shown, tmp_path / "page.html")
+        (chart,) = (chart for chart in data["sections"][0]["charts"] if chart["kind"] == "failures")
+        return {measure["name"]: measure["lines"] for measure in chart["measures"]}
+
+    assert "counted" not in measures(folders[0])
+    lines = measures(*folders)["counted"]
+    assert {(line["group"], line["y"][0]) for line in lines} == {(0, 0.5), (1, 0.25)}

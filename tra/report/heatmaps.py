@@ -1,7 +1,7 @@
 """Draw the attention of runs on one sequence: a panel per layer and head, runs side by side.
 
-White is a key that was dropped, grey one that comes later; a frame is a query at which an answer is due, a cross one
-that keeps no key at all.
+White is a key that left the softmax, grey one that comes later; a small frame is a key that stays without counting as
+distance. A frame around a row is a query at which an answer is due, a cross one that keeps no key at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_INCHES = 18.0
 MIN_FONT = 4.5
 """Points of the smallest token."""
 
-_LATER, _DROPPED, _DUE, _NULL = "#E4E4E4", "#FFFFFF", "#D55E00", "#000000"
+_LATER, _DROPPED, _DUE, _NULL, _UNCOUNTED = "#E4E4E4", "#FFFFFF", "#D55E00", "#000000", "#9A9A9A"
+_FRAME: Any = {"linestyle": "", "marker": "s", "color": _UNCOUNTED, "fillstyle": "none"}
 _WEIGHTS = ListedColormap(mpl.colormaps["YlGnBu"](np.linspace(0.12, 1, 256)))  # no weight is white
 _NORM = PowerNorm(0.5, 0.0, 1.0)  # so that small weights show
 
@@ -50,6 +51,7 @@ class Panel(NamedTuple):
     row: int  # in the grid
     column: int
     weights: npt.NDArray[Any]  # [R, C], NaN where a key is not seen or dropped
+    uncounted: npt.NDArray[np.bool_]  # [R, C], keys that stay without counting as distance
     later: npt.NDArray[np.bool_]  # [R, C], keys that stand after the query
     due: list[int]  # rows at which an answer is due
     null: list[int]  # rows that keep no key
@@ -65,7 +67,8 @@ def panels(found: Sequence[AttentionMaps]) -> list[Panel]:
             for column, head in enumerate(maps.heads.tolist()):
                 null = np.flatnonzero(maps.null[row, column]).tolist()
                 weights = weights_of(maps.weights[row, column])
-                result.append(Panel(run, layer, head, row, before + column, weights, later, due, null))
+                uncounted = maps.uncounted[row, column]
+                result.append(Panel(run, layer, head, row, before + column, weights, uncounted, later, due, null))
         before += len(maps.heads)
     return result
 
@@ -129,6 +132,8 @@ def _draw_panel(axes: Any, panel: Panel, points: float) -> None:
     image[np.isnan(panel.weights)] = to_rgb(_DROPPED)
     image[panel.later] = to_rgb(_LATER)
     axes.imshow(image, aspect="auto", interpolation="nearest")
+    rows, columns = np.nonzero(panel.uncounted)
+    axes.plot(columns, rows, **_FRAME, markersize=0.62 * points, markeredgewidth=0.09 * points)
     own = (~panel.later).sum(1) - 1  # the last key shown that a row sees
     for row in panel.due:
         frame = Rectangle((-0.5, row - 0.5), own[row] + 1, 1, fill=False, edgecolor=_DUE, linewidth=0.12 * points)
@@ -157,11 +162,15 @@ def _legend(figure: Any, drawn: Sequence[Panel], place: tuple[float, float], fon
     handles: list[Any] = [Patch(facecolor=_LATER, edgecolor="black", linewidth=0.4, label="comes later")]
     if any((np.isnan(panel.weights) & ~panel.later).any() for panel in drawn):
         handles.append(Patch(facecolor=_DROPPED, edgecolor="black", linewidth=0.4, label="dropped"))
+    if any(panel.uncounted.any() for panel in drawn):
+        handles.append(Line2D([], [], **_FRAME, label="stays, doesn't count"))
     if any(panel.due for panel in drawn):
         handles.append(Patch(fill=False, edgecolor=_DUE, label="answer due"))
     if any(panel.null for panel in drawn):
         handles.append(Line2D([], [], linestyle="", marker="x", color=_NULL, label="keeps no key"))
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=4, fontsize=font, borderaxespad=0)
+    figure.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=place, ncols=len(handles), fontsize=font, borderaxespad=0
+    )
 
 
 def _colour_bar(figure: Any, place: tuple[float, float, float, float], font: float) -> None:
