@@ -21,7 +21,7 @@ def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: P
     lengths = [row["longest"] for row in shown]
     width = 0.8 / len(results)
     styles = bar_styles(results)
-    with panels(path, 1, 1, (1.2 * len(shown) + 1.5, 3.2)) as ((axes,),):
+    with panels(path, 1, 1, (max(1.2, 0.36 * len(results)) * len(shown) + 1.5, 3.2)) as ((axes,),):
         for number, (variant, rows) in enumerate(results.items()):
             places = [index + (number - (len(results) - 1) / 2) * width for index in range(len(rows))]
             heights = [row["exact"] for row in rows]

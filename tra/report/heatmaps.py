@@ -93,7 +93,9 @@ def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[s
     larger = min(1.8, max(1.0, n_columns * panel_width / 8))  # so that the text around a large grid can be read
     gap, between, top, right = 0.12, 0.3, 0.6 * larger, 0.5 + 0.35 * larger
     width = left + n_columns * (panel_width + gap) + (len(found) - 1) * between + right
-    below = bottom + 0.35 * larger
+    handles = _legend_handles(drawn)
+    legend_columns = max(1, min(len(handles), int(width / (1.4 * larger))))
+    below = bottom + (0.35 + 0.2 * ((len(handles) - 1) // legend_columns)) * larger
     height = below + n_rows * (panel_height + 0.25) + top
     with styled(), mpl.rc_context({"savefig.bbox": None, "axes.grid": False}):
         figure = plt.figure(figsize=(width, height))
@@ -112,7 +114,14 @@ def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[s
             figure.text(x / width, y, name, fontsize=10 * larger, weight="bold", va="bottom", parse_math=False)
         y = 1 - 0.1 / height
         figure.text(left / width, y, first.title, fontsize=9 * larger, va="top", parse_math=False)
-        _legend(figure, drawn, (left / width, 0.05 / height), 8 * larger)
+        figure.legend(
+            handles=handles,
+            loc="lower left",
+            bbox_to_anchor=(left / width, 0.05 / height),
+            ncols=legend_columns,
+            fontsize=8 * larger,
+            borderaxespad=0,
+        )
         bar = min(2.0 * larger, height - top - below - 0.2)
         place = (1 - (right - 0.1) / width, (height - top - bar - 0.2) / height, 0.1 * larger / width, bar / height)
         _colour_bar(figure, place, 8 * larger)
@@ -158,7 +167,7 @@ def _label(axes: Any, labels: list[list[str]], panel: Panel, font: float, cell: 
                 label.set_rotation(90)
 
 
-def _legend(figure: Any, drawn: Sequence[Panel], place: tuple[float, float], font: float) -> None:
+def _legend_handles(drawn: Sequence[Panel]) -> list[Any]:
     handles: list[Any] = [Patch(facecolor=_LATER, edgecolor="black", linewidth=0.4, label="comes later")]
     if any((np.isnan(panel.weights) & ~panel.later).any() for panel in drawn):
         handles.append(Patch(facecolor=_DROPPED, edgecolor="black", linewidth=0.4, label="dropped"))
@@ -168,9 +177,7 @@ def _legend(figure: Any, drawn: Sequence[Panel], place: tuple[float, float], fon
         handles.append(Patch(fill=False, edgecolor=_DUE, label="answer due"))
     if any(panel.null for panel in drawn):
         handles.append(Line2D([], [], linestyle="", marker="x", color=_NULL, label="keeps no key"))
-    figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=place, ncols=len(handles), fontsize=font, borderaxespad=0
-    )
+    return handles
 
 
 def _colour_bar(figure: Any, place: tuple[float, float, float, float], font: float) -> None:

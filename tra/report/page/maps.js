@@ -63,13 +63,14 @@ function mapGrid(map, layer, head) {
 
 // Small frames around the keys that stay without counting; `size` is the width of a cell in pixels.
 function frames(inside, size) {
+  const marker = { symbol: "square-open", color: colourOf("quiet"), opacity: 0.55, size: Math.max(2, 0.6 * size) };
   const cells = inside.flatMap((cells, row) => cells.flatMap((cell, column) => (cell ? [[row, column]] : [])));
   return {
     type: "scatter",
     mode: "markers",
     x: cells.map(([, column]) => column),
     y: cells.map(([row]) => row),
-    marker: { symbol: "square-open", color: colourOf("quiet"), size: Math.max(2, 0.6 * size), line: { width: 1 } },
+    marker: { ...marker, line: { width: 1 } },
     hoverinfo: "skip",
     showlegend: false,
   };
