@@ -185,7 +185,15 @@ def _means(by_layer: list[list[float]]) -> str:
 
 def results_table(results: dict[str, list[SplitResult]]) -> Table:
     """Return exact match and intervals: a row for every split, a column for every run."""
-    table = Table("split", "lengths", "sequences", *results, title="exact match (95 % interval)")
+    narrow: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0, "show_edge": False}  # four runs fit on 80 columns
+    table = Table(
+        "split",
+        "lengths",
+        "sequences",
+        *results,
+        title="exact match (95 % interval)",
+        **narrow if len(results) > 3 else {},
+    )
     for same_split in zip(*results.values(), strict=True):
         rows = [asdict(result) for result in same_split]
         table.add_row(rows[0]["split"], length_text(rows[0]), f"{rows[0]['examples']:,}", *map(exact_text, rows))
