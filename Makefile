@@ -27,7 +27,7 @@ setup-dev: .venv/.dev ## Add what tests, lint and types need
 hooks: setup-dev ## Check style before every commit
 	$(BIN)/pre-commit install
 
-demo: setup ## Train TRA, RoPE and FoT on a small task, and see who survives length (about 3 minutes)
+demo: setup ## Train TRA, RoPE and FoT on a small task, and see who survives length (about 4 minutes)
 	$(BIN)/tra demo
 
 test: setup-dev lint types ## Lint, types and the quick tests

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tra.attention import MECHANISMS
 from tra.config import OptimConfig, RunConfig, differences
-from tra.model import Decoder
+from tra.model import Decoder, DecoderConfig
 from tra.presets import PRESETS, preset
+from tra.runs import RunFolder
 from tra.text.task import Text
 
 
@@ -112,6 +116,14 @@ def test_the_vocabulary_follows_the_task() -> None:
         ('evaluate.examples_of={"iid": "few"}', "evaluate.examples_of.iid must be of type int, got 'few'"),
         ("task.arguments.length=" + "[" * 500 + "]" * 500, "task.arguments.length must be of type int"),
         ("task=[]", "task is a section"),
+        ("model.margin=-1", "margin must be at least 0, got -1.0"),
+        ("model.margin=nan", "model.margin must be a number or inf, got 'nan'"),
+        ("model.margin=NaN", "model.margin must be a number of at most 64 bits, got nan"),
+        ("model.margin=-inf", "model.margin must be a number or inf, got '-inf'"),
+        ("model.margin=true", "model.margin must be a number or inf, got True"),
+        ("model.margin=null", "model.margin must be a number or inf, got None"),
+        ("model.threshold=inf", "model.threshold must be of type float, got 'inf'"),
+        ("model.threshold=-Infinity", "model.threshold must be a number of at most 64 bits, got -inf"),
     ],
 )
 def test_bad_overrides(assignment: str, message: str) -> None:
@@ -139,6 +151,59 @@ def test_bad_files(tmp_path: Path) -> None:
         RunConfig.load(tmp_path)
     with pytest.raises(ValueError, match="there is no config file"):
         RunConfig.load(tmp_path / "none.json")
+
+
+def strict_json(text: str) -> Any:
+    """Return what a reader of JSON finds that knows no Infinity and no NaN."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("margin", [0.0, 2.0, math.inf])
+def test_threshold_and_margin_survive_a_file_of_strict_json(margin: float, tmp_path: Path) -> None:
+    config = preset("demo").override([f"model.margin={margin:g}", "model.threshold=-1"])
+    assert (config.model.threshold, config.model.margin) == (-1.0, margin)
+    run = RunFolder(tmp_path / "run")
+    run.start(config, resume=False, overwrite=False)
+    stored = strict_json(run.config_file.read_text())["model"]
+    assert (stored["threshold"], stored["margin"]) == (-1.0, "inf" if margin == math.inf else margin)
+    assert run.config() == config
+    assert run.start(config, resume=True, overwrite=False) == config
+    with pytest.raises(ValueError, match=r"another config; it differs in model\.margin"):
+        run.start(config.override(["model.margin=7"]), resume=True, overwrite=False)
+
+
+def test_a_config_of_a_former_version_has_neither_threshold_nor_margin() -> None:
+    former = preset("demo").to_dict()
+    del former["model"]["threshold"], former["model"]["margin"]
+    assert RunConfig.from_dict(former) == preset("demo")
+    assert (preset("demo").model.threshold, preset("demo").model.margin) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_threshold_and_margin_are_refused_where_they_would_do_nothing(mechanism: str) -> None:
+    has_them = mechanism in ("tra", "tra-threshold-only", "tra-plain-distance")
+    for name, value in (("threshold", -1), ("margin", 2)):
+        changes = [f"model.mechanism={mechanism}", f"model.{name}={value}"]
+        if has_them:
+            assert getattr(preset("demo").override(changes).model, name) == value
+        else:
+            with pytest.raises(ValueError, match=f"{mechanism} has no {name}: leave it at 0, got {value}"):
+                preset("demo").override(changes)
+
+
+def test_a_decoder_config_checks_threshold_and_margin() -> None:
+    for changes, message in (
+        ({"margin": -0.5}, "margin must be at least 0, got -0.5"),
+        ({"margin": math.nan}, "margin must be at least 0, got nan"),
+        ({"threshold": math.nan}, "threshold must be finite, got nan"),
+        ({"threshold": -math.inf}, "threshold must be finite, got -inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecoderConfig(5, **changes)
 
 
 def test_learning_rate_schedule() -> None:

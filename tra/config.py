@@ -8,7 +8,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from tra import unknown_name
-from tra.model import Decoder, DecoderConfig
+from tra.model import Decoder, DecoderConfig, NumberOrInfinity
 from tra.tasks import TASKS, Task
 from tra.text.task import Text
 
@@ -163,7 +163,7 @@ class RunConfig:
             Decoder(few_layers)
 
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return json.loads(json.dumps(dataclasses.asdict(self, dict_factory=finite_dict), allow_nan=False))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
@@ -253,7 +253,7 @@ def dotted_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 def _build(cls: Any, values: dict[str, Any], prefix: str) -> Any:
     """Return a dataclass made of JSON values, every key and type checked."""
-    types_of = typing.get_type_hints(cls)
+    types_of = typing.get_type_hints(cls, include_extras=True)
     arguments = {}
     for key, value in values.items():
         if key not in types_of:
@@ -265,11 +265,22 @@ def _build(cls: Any, values: dict[str, Any], prefix: str) -> Any:
         raise ValueError(f"the config is incomplete: {error}") from None
 
 
+def finite_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict in which infinity is the string "inf", as JSON has no infinite numbers."""
+    return {name: "inf" if value == math.inf else value for name, value in pairs}
+
+
 def convert_json(value: Any, expected: Any, name: str) -> Any:
     """Return a JSON value as the expected type; if it isn't, a ValueError says what `name` must be."""
     origin, inner = typing.get_origin(expected) or expected, typing.get_args(expected)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     shown = reprlib.repr(value)  # shortened: a wrong value can be thousands of characters long
+    if expected == NumberOrInfinity:
+        if value in ("inf", math.inf):
+            return math.inf
+        if not is_number:
+            raise ValueError(f"{name} must be a number or inf, got {shown}")
+        return convert_json(value, float, name)
     if dataclasses.is_dataclass(origin):
         if not isinstance(value, dict):
             raise ValueError(f"{name} must be a section, got {shown}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,9 @@ RENAMED_PARAMETERS = {
     r"\battention\.": "self_attn.",
 }
 """Former names of parameters, as patterns applied in this order, and their names now."""
+
+NumberOrInfinity = Annotated[float, "may be infinite"]
+"""The type of a setting that may be infinite, which JSON has as the string "inf"."""
 
 T = TypeVar("T")
 
@@ -78,8 +82,9 @@ class DecoderConfig:
     """Initial bias of the forget gate, if any: at 0, TRA of width 64 forgets after some 37 kept keys."""
     threshold: float = 0.0
     """TRA: a key counts as distance when its scaled score is above it."""
-    margin: float = 0.0
-    """TRA: a key stays in the softmax when its score is above threshold - margin; 0 is the paper's TRA."""
+    margin: NumberOrInfinity = 0.0
+    """TRA: a key stays in the softmax when its score is above threshold - margin; 0 is the paper's TRA, and at infinity
+    every key stays."""
     rope_theta: float = 500_000.0
     """Base of the rotation's wavelengths."""
     cope_positions: int = 64
@@ -97,6 +102,13 @@ class DecoderConfig:
             raise ValueError(f"block must be 'pre' or 'authors', got {self.block!r}")
         if self.embedding_init not in ("uniform", "normal"):
             raise ValueError(f"embedding_init must be 'uniform' or 'normal', got {self.embedding_init!r}")
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold must be finite, got {self.threshold}")
+        if not self.margin >= 0:
+            raise ValueError(f"margin must be at least 0, got {self.margin}")
+        for name in ("threshold", "margin"):
+            if getattr(self, name) != 0 and name not in MECHANISMS[self.mechanism].config_fields:
+                raise ValueError(f"{self.mechanism} has no {name}: leave it at 0, got {getattr(self, name)}")
 
     @classmethod
     def tiny(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
@@ -284,7 +296,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
-        """Return per TRA layer the kept fraction, rate of null rows and mean δ, each `[H]`; nothing for others."""
+        """Return `ThresholdRelativeAttention.statistics` of every layer, `[H]` each; nothing for other mechanisms."""
         if not issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
             return []
         return [layer.statistics(x) for layer, x in self.attention_inputs(tokens)]

@@ -163,7 +163,9 @@ def one_by_one(weigh: Weigh) -> Read:
             for h in range(heads):
                 for i in range(length):
                     content = [query[b, h, i] @ key[b, h, j] / math.sqrt(width) for j in range(i + 1)]
-                    nearest = min(abs(float(score.detach())) for score in content)
+                    theta, margin = getattr(layer, "threshold", 0.0), getattr(layer, "margin", 0.0)
+                    cuts = {theta, theta - margin}
+                    nearest = min(abs(float(score.detach()) - cut) for score in content for cut in cuts)
                     assert nearest > 1e-6, "so near the threshold, rounding decides on which side a score falls"
                     weights = weigh(layer, h, content, None if gates is None else gates[b, i, h])
                     rows.append(sum(weight * value[b, h, j] for j, weight in enumerate(weights)))
@@ -182,8 +184,20 @@ def ssmax(layer: Any, head: int, content: list[Tensor], _: Tensor | None) -> lis
     return shares([in_sight ** (layer.strength[head] * score) for score in content])
 
 
+def tra(layer: Any, head: int, content: list[Tensor], delta: Tensor | None) -> list[Tensor | float]:
+    """From the newest key to the oldest. Each has 1 + the keys counted so far as its distance."""
+    assert delta is not None
+    weights: list[Tensor | float] = []
+    counted = 0
+    for score in reversed(content):
+        stays = bool(score > layer.threshold - layer.margin)
+        weights.insert(0, (score + delta * (1 + counted)).exp() if stays else 0.0)
+        counted += int(score > layer.threshold)
+    return shares(weights)
+
+
 def threshold_only(layer: Any, head: int, content: list[Tensor], _: Tensor | None) -> list[Tensor | float]:
-    return shares([score.exp() if score > 0 else 0.0 for score in content])
+    return shares([score.exp() if score > layer.threshold - layer.margin else 0.0 for score in content])
 
 
 def distance_only(layer: Any, head: int, content: list[Tensor], delta: Tensor | None) -> list[Tensor | float]:
@@ -194,7 +208,8 @@ def distance_only(layer: Any, head: int, content: list[Tensor], delta: Tensor | 
 def plain_distance(layer: Any, head: int, content: list[Tensor], delta: Tensor | None) -> list[Tensor | float]:
     assert delta is not None
     n = len(content)
-    return shares([(score + delta * (n - j)).exp() if score > 0 else 0.0 for j, score in enumerate(content)])
+    cut = layer.threshold - layer.margin
+    return shares([(score + delta * (n - j)).exp() if score > cut else 0.0 for j, score in enumerate(content)])
 
 
 def lstm(layer: Any, x: Tensor) -> Tensor:
@@ -233,8 +248,25 @@ CASES = {
     "ssmax": Case("ssmax", projected(one_by_one(ssmax)), UNROTATED),
     "entmax": Case("entmax", projected(entmax, rotated=True), rounds=True),
     "entmax-unrotated": Case("entmax", projected(entmax), UNROTATED),
+    "tra": Case("tra", projected(one_by_one(tra), normed=True)),
+    "tra-threshold": Case("tra", projected(one_by_one(tra), normed=True), {"threshold": -0.5}),
+    "tra-margin": Case("tra", projected(one_by_one(tra), normed=True), {"margin": 0.75}),
+    "tra-margin-threshold": Case("tra", projected(one_by_one(tra), normed=True), {"margin": 0.5, "threshold": 0.25}),
+    "tra-margin-inf": Case("tra", projected(one_by_one(tra), normed=True), {"margin": math.inf, "n_kv_heads": 2}),
     "tra-threshold-only": Case("tra-threshold-only", projected(one_by_one(threshold_only), normed=True)),
+    "tra-threshold-only-margin": Case(
+        "tra-threshold-only", projected(one_by_one(threshold_only), normed=True), {"margin": 0.5, "threshold": 0.25}
+    ),
     "tra-distance-only": Case("tra-distance-only", projected(one_by_one(distance_only), normed=True)),
     "tra-plain-distance": Case("tra-plain-distance", projected(one_by_one(plain_distance), normed=True)),
+    "tra-plain-distance-threshold": Case(
+        "tra-plain-distance", projected(one_by_one(plain_distance), normed=True), {"threshold": -0.5}
+    ),
+    "tra-plain-distance-margin": Case(
+        "tra-plain-distance", projected(one_by_one(plain_distance), normed=True), {"margin": 0.5, "threshold": 0.25}
+    ),
+    "tra-plain-distance-margin-inf": Case(
+        "tra-plain-distance", projected(one_by_one(distance_only), normed=True), {"margin": math.inf}
+    ),
     "lstm": Case("lstm", lstm),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,9 @@ from tra.training import train
 Command = Callable[..., tuple[int, str]]
 
 
-def decoder(mechanism: str = "tra", vocabulary: int = 5) -> tra.Decoder:
+def decoder(mechanism: str = "tra", vocabulary: int = 5, **changes: float) -> tra.Decoder:
     torch.manual_seed(0)
-    config = tra.DecoderConfig(vocabulary, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism)
+    config = tra.DecoderConfig(vocabulary, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism, **changes)
     model = tra.Decoder(config)
     torch.nn.init.normal_(model.embed_tokens.weight)
     return model.eval()
@@ -97,6 +98,28 @@ def test_a_window_is_the_window_of_the_map(mechanism: str) -> None:
     assert "".join(found.symbols) == "".join(shown.symbols[5:35])
     assert "".join(found.row_symbols) == "".join(shown.symbols[20:30])
     assert (found.layers.tolist(), found.heads.tolist(), found.marked.tolist()) == ([1], [1, 0], [])
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.75, math.inf])
+def test_keys_inside_the_margin(margin: float) -> None:
+    """Which stay without counting, and all distances, by the definition."""
+    model, shown = decoder(threshold=0.25, margin=margin), drawn(40)
+    found = attend(model, shown, rows=(20, 30), keys=(5, 35), layers=[1], heads=[2])
+    layer, x = model.attention_inputs(shown.tokens[None])[1]
+    content = layer.attention_map(x).content[0, 2].tolist()
+    for row in range(10):
+        for column in range(30):
+            i, j = 20 + row, 5 + column
+            stays = j <= i and content[i][j] > 0.25 - margin
+            counts = stays and content[i][j] > 0.25
+            right = sum(score > 0.25 for score in content[i][j + 1 : i + 1])
+            assert (found.weights[0, 0, row, column] > 0) == stays
+            assert found.uncounted[0, 0, row, column] == (stays and not counts)
+            assert found.distances[0, 0, row, column] == (1 + right if stays else 0)
+    assert found.uncounted.any() == (margin > 0)
+    assert found.mechanism == {0.0: "tra, threshold 0.25", 0.75: "tra, threshold 0.25, margin 0.75"}.get(
+        margin, "tra, threshold 0.25, margin inf"
+    )
 
 
 @pytest.mark.parametrize("mechanism", ["tra", "rope"])

@@ -21,9 +21,10 @@ from rich.console import Console
 import tra as tra_package
 from tests.slow import slow
 from tra.cli.bench import MEASUREMENTS
-from tra.cli.display import TrainingDisplay, metric_parts
+from tra.cli.display import TrainingDisplay, metric_parts, results_table
 from tra.cli.main import VERBS, parse
 from tra.cli.options import Parser, parse_duration
+from tra.evaluation.exact_match import SplitResult
 from tra.presets import PRESETS, preset
 from tra.suite import SUITES
 from tra.training.trainer import Progress
@@ -182,6 +183,21 @@ def test_metrics_in_words() -> None:
     assert metric_parts(METRICS | {"loss": 800.0}, is_text=True)[2] == "perplexity inf"
     kept = "kept per layer 0.60 0.60 0.60 0.60, null 0.05 0.05 0.05 0.05"
     assert metric_parts(METRICS | HEADS)[4] == kept
+    assert metric_parts(METRICS | HEADS | {"counted": HEADS["kept"]})[4:] == [kept]  # without a margin
+    counted = {"counted": [[0.25, 0.35]] * 4}
+    assert metric_parts(METRICS | HEADS | counted)[4:] == [kept, "counted 0.30 0.30 0.30 0.30"]
+
+
+def test_four_runs_fit_on_eighty_columns() -> None:
+    result = SplitResult("sparse", 1024, 1024, 500, 0.956, 0.934, 0.971, 0.99, 900, 0, "float32", "cpu", 1.0)
+    screen = io.StringIO()
+    names = ("tra", "tra, margin 2", "rope", "forgetting")
+    Console(file=screen, width=80).print(results_table({name: [result] for name in names}))
+    shown = screen.getvalue()
+    assert "…" not in shown
+    assert shown.count("(0.934-0.971)") == 4
+    assert all(name in shown.splitlines()[1] for name in names)
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -292,7 +308,7 @@ def test_durations() -> None:
 
 @pytest.mark.slow
 def test_demo_makes_its_point(tmp_path: Path) -> None:
-    """The whole demo: TRA is right at every length, RoPE only near the one it was trained on."""
+    """The whole demo: TRA is right at every length, also with a margin, RoPE only near the one it was trained on."""
     done = tra("demo", "--out", "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     exact = {
@@ -300,10 +316,12 @@ def test_demo_makes_its_point(tmp_path: Path) -> None:
             row["split"]: row["exact"]
             for row in map(json.loads, (tmp_path / "demo" / mechanism / "eval.jsonl").read_text().splitlines())
         }
-        for mechanism in ("tra", "rope")
+        for mechanism in ("tra", "tra-margin-2", "rope")
     }
     assert list(exact["tra"]) == ["iid", "sparse", "dense", "4x", "16x"]
     assert min(exact["tra"].values()) > 0.99
+    assert min(exact["tra-margin-2"].values()) > 0.99
+    assert "tra, margin 2" in done.stdout
     assert exact["rope"]["iid"] > 0.99
     assert exact["rope"]["4x"] < 0.6
     assert exact["rope"]["16x"] < 0.05

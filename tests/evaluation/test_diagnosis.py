@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -63,19 +64,19 @@ def test_ties_and_null_rows_do_not_count() -> None:
     assert all(float(whole) == 0 for _, whole in found.values())
 
 
-def decoder(mechanism: str, gate_bias: float = 0.0) -> tra.Decoder:
+def decoder(mechanism: str, gate_bias: float = 0.0, margin: float = 0.0) -> tra.Decoder:
     torch.manual_seed(0)
     config = tra.DecoderConfig(5, d_model=32, n_layers=2, n_heads=4, mechanism=mechanism, embedding_init="normal")
-    model = tra.Decoder(dataclasses.replace(config, gate_bias=gate_bias))
+    model = tra.Decoder(dataclasses.replace(config, gate_bias=gate_bias, margin=margin))
     for name, weight in model.named_parameters():
         if name.endswith("self_attn.embedding"):  # cope's, which start at 0
             nn.init.normal_(weight)
     return model
 
 
-def diagnose(mechanism: str) -> list[Diagnosis]:
+def diagnose(mechanism: str, margin: float = 0.0) -> list[Diagnosis]:
     task = FlipFlop(length=LENGTH)
-    return list(diagnose_task(decoder(mechanism), task, EvalConfig(), splits=("iid", "4x")))
+    return list(diagnose_task(decoder(mechanism, margin=margin), task, EvalConfig(), splits=("iid", "4x")))
 
 
 @pytest.mark.parametrize("mechanism", [*QUICK, *slow(*OTHERS)])
@@ -98,6 +99,54 @@ def test_what_must_be_so(mechanism: str) -> None:
             assert (mean_over_heads(row.reversed) or 0) > 0
         if thresholded:
             assert lifted == 0
+
+
+@pytest.mark.parametrize("mechanism", ["tra", "tra-plain-distance"])
+@pytest.mark.parametrize("margin", [0.5, math.inf])
+def test_a_margin_shows(mechanism: str, margin: float) -> None:
+    """Keys of negative score stay, and so have weight; TRA counts as many as without a margin."""
+    plain, found = (diagnose(mechanism, margin=each)[1] for each in (0.0, margin))
+    kept, without = mean_over_heads(found.kept), mean_over_heads(plain.kept)
+    assert kept is not None
+    assert without is not None
+    assert kept > without + 0.05
+    assert (kept == 1) == (mean_over_heads(found.null) == 0) == (margin == math.inf)
+    assert (mean_over_heads(found.negative_mass) or 0) > 0.01
+    if mechanism == "tra":
+        assert plain.counted == plain.kept
+        assert found.counted is not None
+        first_layer = np.array(found.counted[0])  # whose input doesn't depend on the margin
+        assert np.array_equal(first_layer, np.array(plain.counted[0]))  # type: ignore[index]
+        assert (mean_over_heads(found.counted) or 1) < kept
+        reaches = [mean_over_heads(row.reach) or 0.0 for row in (plain, found)]
+        assert 1 <= reaches[0] <= reaches[1]
+    else:
+        assert plain.counted is found.counted is None
+
+
+def test_negative_mass_and_order_by_hand_with_a_margin() -> None:
+    """One query whose scores are 2, -0.7 and 1: all stay, and of the two that count one stands right of the others."""
+    layer = tra.ThresholdRelativeAttention(2, 1, margin=1.5, threshold=0.6, qk_norm=False, gate_bias=0.0).double()
+    with torch.no_grad():
+        layer.gate.linear.weight.zero_()  # δ = log 1/2
+        layer.q_proj.weight.copy_(torch.eye(2))
+        layer.k_proj.weight.copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    # The last query is (0.5, 1), and keys are tokens with their two numbers swapped; the factor undoes the scale.
+    x = torch.tensor([[[2.0, 0.0], [-0.7, 0.0], [0.5, 1.0]]], dtype=torch.float64) * 2**0.25
+    content = [1.0 * 2.0, 1.0 * -0.7, 0.5 * 1 + 1.0 * 0.5]
+    found = layer.attention_map(x, rows=torch.tensor([2]))
+    assert found.content[0, 0, 0].tolist() == pytest.approx(content)
+    delta = math.log(0.5)
+    logits = [2.0 + 2 * delta, -0.7 + 2 * delta, 1.0 + delta]
+    assert found.logits[0, 0, 0].tolist() == pytest.approx(logits)
+    pairs = torch.tensor([[[0, 0, 1]], [[1, 2, 2]]])
+    with torch.no_grad():
+        measured = measure_layer(layer, x, torch.tensor([2]), pairs)
+    ratios = {name: float(part / whole) for name, (part, whole) in measured.items()}
+    weights = [math.exp(logit) for logit in logits]
+    assert ratios["negative_mass"] == pytest.approx(weights[1] / sum(weights))
+    assert (ratios["reversed"], ratios["reversed_kept"], ratios["lifted"]) == (0, 0, 0)
+    assert (ratios["kept"], ratios["counted"], ratios["null"]) == (1, pytest.approx(2 / 3), 0)
 
 
 def test_lstm_has_no_attention() -> None:

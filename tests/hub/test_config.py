@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,40 @@ def test_defaults_are_the_decoder_s() -> None:
     assert TRAConfig().to_decoder() == dataclasses.replace(plain, n_kv_heads=plain.n_heads, fuse_projections=False)
 
 
+@pytest.mark.parametrize("margin", [2.0, math.inf])
+def test_threshold_and_margin_are_strict_json(margin: float, tmp_path: Path) -> None:
+    ours = TRAConfig.from_decoder(decoder_config(margin=margin, threshold=-1.0))
+    ours.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text(), parse_constant=pytest.fail)
+    assert (stored["threshold"], stored["margin"]) == (-1.0, "inf" if margin == math.inf else margin)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert (again.threshold, again.margin) == (-1.0, margin)
+    assert again.to_decoder() == ours.to_decoder()
+    assert again.to_json_string() == ours.to_json_string()
+    assert TRAConfig.from_dict(ours.to_dict()).to_dict() == ours.to_dict()
+    assert "inf" in repr(ours) or margin != math.inf
+
+
+def test_older_versions_read_what_they_understand(tmp_path: Path) -> None:
+    """They would ignore a margin. So a config with one has a format that they refuse."""
+    for changes, expected in (({}, 1), ({"margin": 2.0}, 2), ({"threshold": -1.0}, 2), ({"margin": math.inf}, 2)):
+        TRAConfig.from_decoder(decoder_config(**changes)).save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["tra_format"] == expected
+    changed = TRAConfig.from_decoder(decoder_config())
+    changed.margin = math.inf
+    assert changed.to_dict()["tra_format"] == 2
+
+
+def test_a_folder_of_a_former_version_has_neither(tmp_path: Path) -> None:
+    ours = TRAConfig.from_decoder(decoder_config())
+    ours.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["threshold"], values["margin"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert AutoConfig.from_pretrained(tmp_path).to_decoder() == ours.to_decoder()
+    assert (ours.threshold, ours.margin) == (0.0, 0.0)
+
+
 def test_dropout_has_transformers_name_too() -> None:
     assert TRAConfig(attention_dropout=0.5).dropout == 0.5
     assert TRAConfig(dropout=0.5).attention_dropout == 0.5
@@ -56,7 +91,11 @@ def test_every_mechanism_has_a_cache(mechanism: str) -> None:
         ({"hidden_size": "wide"}, "hidden_size must be of type int, got 'wide'"),
         ({"num_hidden_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"block": "post"}, "block must be one of 'pre', 'authors', got 'post'"),
-        ({"tra_format": 2}, "the config has format 2, this tra reads up to 1: update tra"),
+        ({"tra_format": 3}, "the config has format 3, this tra reads up to 2: update tra"),
+        ({"margin": "wide"}, "margin must be a number or inf, got 'wide'"),
+        ({"margin": -2}, "margin must be at least 0, got -2.0"),
+        ({"threshold": None}, "threshold must be of type float, got None"),
+        ({"mechanism": "rope", "margin": 2}, "rope has no margin: leave it at 0, got 2.0"),
         ({"tra_format": "x", "mechanism": "of tomorrow"}, "tra_format must be a number, got 'x'"),
     ],
 )

@@ -58,6 +58,23 @@ def test_logits_are_the_run_s_to_the_bit(mechanism: str, tmp_path: Path) -> None
     assert torch.equal(text[:, 9:], run.load_model().generate(ids[:, :9], 6))
 
 
+@pytest.mark.parametrize(
+    ("margin", "name"), [("2", "TRA, threshold −1, margin 2"), ("inf", "TRA, threshold −1, margin ∞")]
+)
+def test_threshold_and_margin_are_exported(margin: str, name: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "demo", f"model.margin={margin}", "model.threshold=-1")
+    assert export(run.path, tmp_path / "out") == 0
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.randint(5, (2, 64))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, run.load_model()(ids))
+        plain = make_run(tmp_path / "plain", "demo").load_model()
+        assert not torch.allclose(model(ids).logits, plain(ids), rtol=1e-3)
+    for implementation in ("dynamic", "static"):
+        text = model.generate(ids[:, :9], max_new_tokens=6, do_sample=False, cache_implementation=implementation)
+        assert torch.equal(text[:, 9:], run.load_model().generate(ids[:, :9], 6))
+    assert f"A decoder with {name}: 1 layers" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_the_shipped_run_still_knows_its_task(tmp_path: Path) -> None:
     assert export("flipflop-tra", tmp_path / "out") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -79,9 +79,10 @@ def rolling_losses(model: Decoder, separator: int, ids: list[int], window: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
-def test_the_harness_agrees(name: str, text: Path, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "text-demo", f"task.arguments.tokenizer={name}", "model.d_model=8")
+@pytest.mark.parametrize(("name", "margin"), [("bytes", "inf"), ("gpt2", "0")])
+def test_the_harness_agrees(name: str, margin: str, text: Path, tmp_path: Path) -> None:
+    changes = (f"task.arguments.tokenizer={name}", "model.d_model=8", f"model.margin={margin}")
+    run = make_run(tmp_path / "run", "text-demo", *changes)
     export_run(run, tmp_path / "model")
     window = 100
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "4"]

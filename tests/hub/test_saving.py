@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from tests.hub.models import SOME_MECHANISMS, config, language_model, tokens
 from tra.hub import TRAForCausalLM, TRAModel
+from tra.model import Decoder
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "modeling_tra.py"}
 
@@ -40,6 +41,23 @@ def test_round_trip_to_the_bit(mechanism: str, tied: bool, shards: bool, tmp_pat
         body = AutoModel.from_pretrained(tmp_path)
         assert isinstance(body, TRAModel)
         assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("margin", [0.75, "inf"])
+@torch.no_grad()
+def test_a_margin_is_there_in_outputs_and_maps_of_a_loaded_folder(margin: float | str, tmp_path: Path) -> None:
+    language_model(margin=margin, threshold=0.25).float().save_pretrained(tmp_path)
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path), tokens(2, 12)
+    out, decoder = model(ids, output_attentions=True), Decoder(model.config.to_decoder())
+    decoder.load_state_dict({name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()})
+    torch.testing.assert_close(out.logits, decoder(ids))
+    torch.testing.assert_close(model(ids).logits, decoder(ids))
+    visible = torch.ones(12, 12, dtype=torch.bool).tril()
+    for weights, (attention, x) in zip(out.attentions, decoder.attention_inputs(ids), strict=True):
+        assert attention.margin == float(margin)
+        content = attention.attention_map(x).content
+        assert torch.equal(weights > 0, (content > 0.25 - float(margin)) & visible)
+        assert ((content <= 0.25) & (weights > 0)).any()
 
 
 def test_a_body_gets_a_head(tmp_path: Path) -> None:

@@ -73,9 +73,18 @@ def make_text_run(folder: Path, mechanism: str, *, grows: float, seed: int = 0) 
 
 
 def make_maps(
-    folder: Path, *, layers: int = 2, heads: int = 2, size: int = 12, symbols: Sequence[str] = ("w", "1", "i", "0")
+    folder: Path,
+    *,
+    layers: int = 2,
+    heads: int = 2,
+    size: int = 12,
+    symbols: Sequence[str] = ("w", "1", "i", "0"),
+    has_margin: bool = False,
 ) -> Path:
-    """attend.npz of a run. The third query keeps nothing; head h gives its own place 1/(h + 1) of the weight."""
+    """attend.npz of a run. The third query keeps nothing; head h gives its own place 1/(h + 1) of the weight.
+
+    With a margin, the first key stays without counting.
+    """
     rows = np.arange(size)
     shape = (layers, heads, size, size)
     weights, distances = np.zeros(shape, np.uint8), np.zeros(shape, np.uint16)
@@ -92,6 +101,8 @@ def make_maps(
     arrays = {"symbols": named, "row_symbols": named, "rows": rows, "columns": rows, "marked": np.array([4])}
     arrays |= {"layers": np.arange(layers), "heads": np.arange(heads), "weights": weights, "content": content}
     arrays |= {"distances": distances, "null": null, "mechanism": np.array("tra"), "title": np.array("flipflop, iid")}
+    if has_margin:
+        arrays["uncounted"] = (rows == 0) & (weights > 0)
     np.savez_compressed(folder / "attend.npz", **arrays)
     return folder
 

@@ -29,6 +29,7 @@ def attended(rows: range = range(4), columns: range = range(4), **changes: Any) 
         weights=np.broadcast_to(np.where(before, 64, 0).astype(np.uint8), shape).copy(),
         content=np.zeros(shape, np.float16),
         distances=np.ones(shape, np.uint16),
+        uncounted=np.zeros(shape, bool),
         null=np.zeros(shape[:3], bool),
         mechanism="tra",
         title="made up",
@@ -56,6 +57,17 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             read_attention(tmp_path / name)
+
+
+def test_a_file_of_a_former_version_has_no_keys_inside_a_margin(tmp_path: Path) -> None:
+    written = attended()._asdict()
+    del written["uncounted"]
+    write_arrays(tmp_path / "attend.npz", written)
+    found = read_attention(tmp_path / "attend.npz")
+    assert (found.uncounted.shape, found.uncounted.any()) == (found.weights.shape, False)
+    write_arrays(tmp_path / "bad.npz", written | {"uncounted": np.zeros((2, 2, 4, 3), bool)})
+    with pytest.raises(ValueError, match=r"its uncounted are \(2, 2, 4, 3\), expected \(2, 2, 4, 4\)"):
+        read_attention(tmp_path / "bad.npz")
 
 
 def test_reading_needs_no_torch() -> None:
@@ -88,7 +100,7 @@ def test_what_is_drawn_where() -> None:
 
 def sliced(whole: AttentionMaps) -> dict[str, Any]:
     """Its first layer alone."""
-    return {name: getattr(whole, name)[:1] for name in ("weights", "content", "distances", "null")}
+    return {name: getattr(whole, name)[:1] for name in ("weights", "content", "distances", "uncounted", "null")}
 
 
 def test_a_figure_s_pixels_are_its_cells(tmp_path: Path) -> None:
@@ -101,6 +113,27 @@ def test_a_figure_s_pixels_are_its_cells(tmp_path: Path) -> None:
     frame = np.argwhere((abs(image - [0xD5, 0x5E, 0x00]) < 12).all(-1))
     assert min(map(len, (darkest, later, frame))) > 50
     assert later[:, 0].mean() < darkest[:, 0].mean()  # above the diagonal
+
+
+def test_keys_inside_the_margin_have_a_frame(tmp_path: Path) -> None:
+    shape = (1, 1, 4, 4)
+    parts = {k: v[:, :1] for k, v in sliced(attended()).items()}
+    one = attended(layers=np.array([0]), heads=np.array([0]), marked=np.array([], int), **parts)
+    inside = np.zeros(shape, bool)
+    inside[0, 0, 3, 0] = True
+    weights = one.weights.copy()
+    weights[0, 0, 3, 0] = 2
+    frames = {}
+    for name, found in (("with", one._replace(weights=weights, uncounted=inside)), ("without", one)):
+        draw_attention([found], tmp_path / f"{name}.png")
+        image = np.asarray(Image.open(tmp_path / f"{name}.png").convert("RGB")).astype(int)
+        panel = image[: int(0.8 * len(image))]  # without the legend
+        frames[name] = np.argwhere((abs(panel - 0x9A) < 12).all(-1) & (np.arange(len(panel)) > 100)[:, None])
+    framed = {tuple(place) for place in frames["with"].tolist()} - {
+        tuple(place) for place in frames["without"].tolist()
+    }
+    assert len(framed) > 20
+    assert panels([one._replace(uncounted=inside)])[0].uncounted.sum() == 1
 
 
 def test_tokens_on_axes_are_seen_and_taken_literally(tmp_path: Path) -> None:

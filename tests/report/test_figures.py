@@ -18,7 +18,7 @@ from tra.report.figures import figures, links, write_figures
 from tra.report.heads import head_grids, kept_curves
 from tra.report.names import COLOURS, NAMES
 from tra.report.runs import EvaluatedRun, read_runs
-from tra.report.style import length_ticks, line_style, split_into_panels
+from tra.report.style import length_ticks, line_styles, split_into_panels
 
 RIVALS = Path(__file__).parents[2] / "results/rivals"
 
@@ -83,7 +83,7 @@ def test_heads_are_those_of_the_greatest_length() -> None:
 
 def test_keys_kept_by_layer() -> None:
     rows = [[diagnosed(64, kept=[[0.1, 0.3], [0.5, 0.5]])], [diagnosed(64, kept=[[0.4, 0.4], [0.7, 0.9]])]]
-    found = kept_curves([run("tra", seed, 1.0, row) for seed, row in enumerate(rows)] + [run("rope", 0, 1.0)])
+    found = kept_curves([run("tra", seed, 1.0, row) for seed, row in enumerate(rows)] + [run("rope", 0, 1.0)])["kept"]
     assert list(found) == ["tra"]
     first, second = ([curve.middle[0], curve.low[0], curve.high[0]] for curve in found["tra"])
     assert first == pytest.approx([0.3, 0.2, 0.4])
@@ -137,8 +137,8 @@ def test_mechanisms_can_be_told_apart_in_grey() -> None:
     assert [len(group) for group in groups] == [4, 5, 5, 5]
     assert {name for group in groups for name in group} == set(NAMES)
     for group in [*groups, ["tra", "rope", "forgetting", "cope"]]:
-        assert len({str(line_style(name)["linestyle"]) for name in group}) == len(group)
-        assert len({line_style(name)["marker"] for name in group}) == len(group)
+        assert len({str(line["linestyle"]) for line in line_styles(group).values()}) == len(group)
+        assert len({line["marker"] for line in line_styles(group).values()}) == len(group)
     assert split_into_panels(["rope", "tra"]) == [["rope", "tra"]]
 
 

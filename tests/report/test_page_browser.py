@@ -176,6 +176,26 @@ def test_pointing_at_a_cell_tells_score_distance_and_weight(opened: Any, file: P
         assert "weight 0.004" in text
 
 
+def test_keys_that_stay_without_counting_have_a_frame(opened: Any, tmp_path: Path) -> None:
+    margin = make_maps(make_run(tmp_path / "margin", "tra"), has_margin=True)
+    plain = make_maps(make_run(tmp_path / "plain", "tra", seed=1))
+    write_page([margin, plain], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html").page
+    plot = page.locator(".map").first
+    assert plot.locator(".scatterlayer .point").count() == 11
+    assert page.evaluate("document.querySelector('.map').data[1].x.every((x) => x === 0)")
+    assert "□ stays in the softmax without counting" in page.locator("figcaption", has_text="□").first.inner_text()
+    plot.focus()
+    page.keyboard.press("ArrowUp")
+    assert "distance 11, doesn't count itself" in page.locator(".readout").first.inner_text()
+    page.get_by_label("Run").first.select_option("1")
+    assert plot.locator(".scatterlayer .point").count() == 0
+    assert "□" not in page.locator("figcaption").nth(-1).inner_text()
+    page.locator(".map").first.focus()
+    page.keyboard.press("ArrowUp")
+    assert "itself" not in page.locator(".readout").first.inner_text()
+
+
 @pytest.mark.slow
 def test_a_table_is_sorted(opened: Any, file: Path) -> None:
     page = opened(file).page

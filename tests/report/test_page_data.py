@@ -155,6 +155,20 @@ def test_damaged_runs_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert json.loads(embedded(data))["problems"] == data["problems"]
 
 
+def test_maps_say_which_keys_stay_without_counting(tmp_path: Path) -> None:
+    plain, margin = make_maps(make_run(tmp_path / "a", "tra")), make_run(tmp_path / "b", "tra", seed=1)
+    make_maps(margin, size=100, has_margin=True)
+    first, second = section(plain, margin)["maps"]
+    assert first["uncounted"] == ""
+    found = np.frombuffer(base64.b64decode(second["uncounted"]), "u1")
+    assert found.sum() == 0  # the first key is not among the last 96
+    make_maps(margin, has_margin=True)
+    _, second = section(plain, margin)["maps"]
+    cells = np.frombuffer(base64.b64decode(second["uncounted"]), "u1").reshape(2, 2, 12, 12)
+    assert cells[0, 0].argmax(1).tolist() == [0] * 12
+    assert cells[0, 0].sum(1).tolist() == [1, 1, 0, *[1] * 9]
+
+
 def test_maps_are_cut_to_what_a_page_can_carry(tmp_path: Path) -> None:
     small, *large = (make_run(tmp_path / str(seed), "tra", seed) for seed in range(14))
     make_maps(small, size=10)

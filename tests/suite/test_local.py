@@ -73,6 +73,15 @@ def test_a_digest_is_that_of_what_is_said() -> None:
         assert one._replace(config=one.config.override([change])).digest != one.digest
 
 
+def test_digests_of_former_versions_are_found_again() -> None:
+    """Finished cells lie in folders that have these names, from before there was a threshold or a margin."""
+    assert Cell("", preset("demo")).digest == "abcfa41d"
+    assert Cell("", preset("flipflop-quick").override(["train.seed=3", "model.gate_bias=3"])).digest == "a4f09051"
+    margins = [preset("demo").override([f"model.margin={margin}"]) for margin in (0, 2, 4, "inf")]
+    assert len({Cell("", config).digest for config in margins}) == 4
+    assert Cell("", margins[0]).digest == "abcfa41d"
+
+
 def test_a_name_stands_for_one_config() -> None:
     twice = {"a": Part([cell("tra")]), "b": Part([cell("tra")])}
     assert len(cells_of(twice)) == 1

@@ -54,6 +54,20 @@ def test_forms(tmp_path: Path) -> None:
     assert [row["worst"] for row in json.loads(as_json(entries))] == [0.5, 0.25]
 
 
+def test_margins_are_rows_of_their_own(tmp_path: Path) -> None:
+    one = cell("tra")
+    changes = ([], ["model.margin=2"], ["model.margin=inf", "model.threshold=-1"])
+    cells = [one._replace(config=one.config.override(change), name=f"tra-{n}") for n, change in enumerate(changes)]
+    for number, each in enumerate(cells):
+        run = RunFolder(tmp_path / each.folder)
+        run.start(each.config, resume=True, overwrite=False)
+        write_rows(run.evaluation_file, [{"split": "iid", "exact": (1.0, 0.5, 0.25)[number]}])
+    suite = {"flip": Part(cells)}
+    text = as_markdown(table(suite, tmp_path, exists), suite)
+    for row in ("tra | 1 of 1 | 1", "tra, margin 2 | 1 of 1 | 0.5", "tra, threshold -1, margin inf | 1 of 1 | 0.25"):
+        assert f"| {row} |" in text
+
+
 def test_cost_is_a_step_and_a_ratio(tmp_path: Path) -> None:
     """Batches of 64 × 16 symbols, at a median of 768 tokens a second; the compiler's first line doesn't count."""
     cells = written(tmp_path)["flip"].cells

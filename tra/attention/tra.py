@@ -17,6 +17,7 @@ from tra.attention.shared.inputs import AttentionInputs, key_positions
 from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
+    AttentionMap,
     attention_map,
     threshold_relative_attention,
     threshold_relative_attention_varlen,
@@ -33,6 +34,8 @@ from tra.ops.visible import Visible
 
 class ThresholdRelativeAttention(Attention):
     """Keys below a threshold leave the softmax, and distance counts only the keys that remain.
+
+    With a margin, keys less than it below the threshold stay in the softmax without counting as distance.
 
     Args:
         gate_bias: Initial bias of the forget gate. At 0 a head of width 64 forgets after some 37 kept keys.
@@ -64,7 +67,8 @@ class ThresholdRelativeAttention(Attention):
         **options: Any,
     ) -> None:
         super().__init__(d_model, n_heads, n_kv_heads, **options)
-        AttentionOptions(1.0, threshold, None, self.dropout, tolerance or 0.0, margin)  # checks them
+        checked = AttentionOptions(1.0, threshold, None, self.dropout, tolerance or 0.0, margin)
+        self.has_margin = checked.has_margin
         if impl not in IMPLEMENTATIONS:
             raise ValueError(unknown_name("impl", impl, IMPLEMENTATIONS))
         self.threshold, self.margin, self.tolerance, self.impl = threshold, margin, tolerance, impl
@@ -127,20 +131,39 @@ class ThresholdRelativeAttention(Attention):
         return out.unflatten(0, (inputs.x.shape[0], -1)).transpose(1, 2)
 
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        log_forget = self.log_forget(inputs.x)[:, :, rows]
+        return self._full_map(inputs, rows, log_forget).logits(log_forget)
+
+    def _full_map(self, inputs: AttentionInputs, rows: Tensor, log_forget: Tensor) -> AttentionMap:
+        """Return the operator's map of queries `rows` `[R]`, whose δ is `[B, H, R]`."""
         last = (inputs.past + rows)[None].expand(inputs.query.shape[0], -1)
         first = torch.zeros_like(last) if inputs.document_ids is None else last - key_positions(inputs)[:, rows]
-        log_forget = self.log_forget(inputs.x)[:, :, rows]
-        found = full_attention_map(
+        return full_attention_map(
             inputs.query[:, :, rows],
             inputs.key,
             log_forget,
             Visible(first, last, inputs.key_mask),
             AttentionOptions(self.head_width**-0.5, self.threshold, margin=self.margin),
         )
-        return found.logits(log_forget)
 
     def weigh(self, logits: Tensor) -> Tensor:
         return softmax_or_nothing(logits)
+
+    @torch.no_grad()
+    def counted_keys(self, x: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return which keys count as distance for queries `rows` `[R]`, `[B, H, R, T]` bool.
+
+        Without a margin all kept keys do.
+
+        Args:
+            x: The layer's input, `[B, T, d_model]`, without padding.
+            logits: Those of the rows, as in `attention_map`.
+        """
+        if not self.has_margin:
+            return logits > -torch.inf
+        with torch.autocast(x.device.type, enabled=False):
+            inputs, log_forget = self.prepare_inputs(x), self.log_forget(x)
+            return self._full_map(inputs, rows, log_forget[:, :, rows]).counted
 
     @torch.no_grad()
     def reach(self, x: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
@@ -157,10 +180,11 @@ class ThresholdRelativeAttention(Attention):
             bound = torch.full_like(bound, self.score_bound)
         tolerance = default_tolerance(logits.dtype) if self.tolerance is None else self.tolerance
         log_forget = self.log_forget(x)[:, :, rows, None].expand_as(logits)
-        kept = (logits > -torch.inf).to(logits.dtype).flip(-1).cumsum(-1).flip(-1)  # from j up to the query
+        count = self.counted_keys(x, logits, rows).to(logits.dtype).flip(-1).cumsum(-1).flip(-1)  # j up to the query
         log_mass = logits.flip(-1).logcumsumexp(-1).flip(-1)
         older = torch.arange(logits.shape[-1], device=x.device, dtype=logits.dtype).expand_as(logits)  # keys before j
-        can_stop = log_remaining_weight(log_forget, kept, older, bound) <= log_mass + math.log(max(tolerance, 1e-300))
+        rest = log_remaining_weight(log_forget, count, older, bound, self.threshold if self.has_margin else None)
+        can_stop = rest <= log_mass + math.log(max(tolerance, 1e-300))
         can_stop |= older == 0
         can_stop &= older <= rows[:, None]
         nearest = torch.where(can_stop, older, -1.0).amax(-1)
@@ -171,17 +195,21 @@ class ThresholdRelativeAttention(Attention):
         """Return statistics of each head on input `[B, T, d_model]`, over real queries: tensors `[H]`.
 
         Returns:
-            `kept`: the fraction of visible keys kept; `null`: the fraction of rows that keep none;
-            `log_forget`: the mean of δ.
+            `kept`: the fraction of visible keys that stay in the softmax; `counted`: the fraction that counts as
+            distance, equal to it without a margin; `null`: the fraction of rows that keep no key; `log_forget`: the
+            mean of δ.
         """
         inputs, log_forget = self.prepare_inputs(x, key_mask), self.log_forget(x)
-        kept = attention_map(inputs.query, inputs.key, log_forget, threshold=self.threshold, key_mask=key_mask).kept
+        found = attention_map(
+            inputs.query, inputs.key, log_forget, threshold=self.threshold, margin=self.margin, key_mask=key_mask
+        )
         real = torch.ones_like(x[..., 0], dtype=torch.bool) if key_mask is None else key_mask
         visible = real[:, None].expand(-1, x.shape[1], -1).tril() & real[..., None]  # [B, Tq, Tk]
         rows = real[:, None]
         return {
-            "kept": (kept & visible[:, None]).sum((0, 2, 3)) / visible.sum(),
-            "null": (~kept.any(-1) & rows).sum((0, 2)) / rows.sum(),
+            "kept": (found.kept & visible[:, None]).sum((0, 2, 3)) / visible.sum(),
+            "counted": (found.counted & visible[:, None]).sum((0, 2, 3)) / visible.sum(),
+            "null": (~found.kept.any(-1) & rows).sum((0, 2)) / rows.sum(),
             "log_forget": (log_forget * rows).sum((0, 2)) / rows.sum(),
         }
 

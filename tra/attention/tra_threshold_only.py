@@ -8,7 +8,7 @@ from tra.attention.tra import ThresholdRelativeAttention
 
 
 class ThresholdOnlyAttention(ThresholdRelativeAttention):
-    """Softmax over the keys with a positive score, and no gate. See `ThresholdRelativeAttention`."""
+    """Softmax over the keys above `threshold - margin`, and no gate. See `ThresholdRelativeAttention`."""
 
     gated: ClassVar[bool] = False
     config_fields: ClassVar[tuple[str, ...]] = ("threshold", "margin")

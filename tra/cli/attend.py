@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 DESCRIPTION = """Draw what runs attend to on one sequence: a map for every layer and head.
 Several runs are drawn side by side.
 
-White is a dropped key, grey a later one. A query at which an answer is due has
-a frame; one that keeps no key has a cross. The numbers go to attend.npz in each
-run's folder.
+White is a dropped key, grey a later one. With a margin, a small frame is a key
+that stays without counting as distance. A query at which an answer is due has a
+frame, too; one that keeps no key has a cross. The numbers go to attend.npz in
+each run's folder.
 
   tra attend flipflop-tra --text w1i0i1r1 --layers 3
   tra attend runs/text-demo-tra runs/text-demo-rope --prompt 'Alice was'"""

@@ -1,19 +1,27 @@
-"""`tra demo`: train TRA and two rivals on a small task, and judge them beyond their training length."""
+"""`tra demo`: train TRA, with and without a margin, and two rivals on a small task; judge them on longer sequences."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tra.config import RunConfig
     from tra.evaluation.exact_match import SplitResult
 
-DESCRIPTION = """Train TRA, RoPE and FoT on a small task, and see which of them works on longer
-sequences. Takes minutes on a laptop. Shows a table; saves a figure, a page and
-the three runs."""
+DESCRIPTION = """Train TRA, TRA with a margin, RoPE and FoT on a small task, and see which of
+them works on longer sequences. Takes minutes on a laptop. Shows a table; saves
+a figure, a page and the four runs."""
 
-MECHANISMS = ("tra", "rope", "forgetting")
+RUNS = {
+    "tra": ["model.mechanism=tra"],
+    "tra-margin-2": ["model.mechanism=tra", "model.margin=2"],
+    "rope": ["model.mechanism=rope"],
+    "forgetting": ["model.mechanism=forgetting"],
+}
+"""What each run changes of the preset, by its folder."""
 
 INTRODUCTION = """\
 Flip-flop: remember the last written bit through noise. Trained on {length} symbols, tested on up to {longest:,}.
@@ -21,6 +29,7 @@ Test sets: iid as in training; sparse with more noise, dense with less; 4x and 1
 
 CONCLUSION = """\
 Keys that don't matter leave TRA's softmax and don't count as distance, so a longer sequence looks like a short one.
+With a margin, keys just below the threshold stay, which makes TRA easier to train.
 Figure: {out}/exact-match.png. Runs: {out}. Next: . .venv/bin/activate; tra train --help
 All of it, to open in a browser: {out}/report.html"""
 
@@ -41,32 +50,33 @@ def run(options: argparse.Namespace) -> int:
 
     from tra.cli.display import results_table
     from tra.presets import preset
+    from tra.runs import variant_of
 
     console = Console()
     task = preset("demo").task.build()
     length = task.lengths("train").longest
     console.print(INTRODUCTION.format(length=length, longest=16 * length), highlight=False)
     results: dict[str, list[SplitResult]] = {}
-    for mechanism in MECHANISMS:
-        stopped_at = _train(mechanism, options.out / mechanism, options.seed)
+    for name, changes in RUNS.items():
+        config = preset("demo").override([*changes, f"train.seed={options.seed}"])
+        variant, folder = variant_of(asdict(config.model)), options.out / name
+        stopped_at = _train(variant, config, folder)
         if stopped_at is not None:
-            console.print(f"stopped at step {stopped_at:,} of {mechanism}")
+            console.print(f"stopped at step {stopped_at:,} of {variant}")
             return 130
-        results[mechanism] = _evaluate(options.out / mechanism, options.seed)
+        results[variant] = _evaluate(folder, options.seed)
     console.print(results_table(results))
     _draw(results, options.out, length)
     console.print(CONCLUSION.format(out=options.out), highlight=False)
     return 0
 
 
-def _train(mechanism: str, folder: Path, seed: int) -> int | None:
+def _train(variant: str, config: RunConfig, folder: Path) -> int | None:
     """Train one run; return the step at which it was interrupted, None if it ended."""
     from tra.cli.display import TrainingDisplay
-    from tra.presets import preset
     from tra.training import pick_device, train
 
-    config = preset("demo").override([f"model.mechanism={mechanism}", f"train.seed={seed}"])
-    with TrainingDisplay(mechanism) as display:
+    with TrainingDisplay(variant) as display:
         result = train(config, folder, overwrite=True, device=pick_device("cpu"), progress=display)
     return None if result.done else result.step
 
@@ -89,11 +99,9 @@ def _evaluate(folder: Path, seed: int) -> list[SplitResult]:
 
 def _draw(results: dict[str, list[SplitResult]], out: Path, length: int) -> None:
     """Save the figure and the page."""
-    from dataclasses import asdict
-
     from tra.report.exact_match import draw_exact_match
     from tra.report.page import write_page
 
-    rows = {mechanism: [asdict(result) for result in splits] for mechanism, splits in results.items()}
+    rows = {variant: [asdict(result) for result in splits] for variant, splits in results.items()}
     draw_exact_match(rows, out / "exact-match.png", title=f"Flip-flop, trained on {length} symbols")
-    write_page([out / mechanism for mechanism in MECHANISMS], out / "report.html")
+    write_page([out / name for name in RUNS], out / "report.html")

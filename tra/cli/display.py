@@ -38,6 +38,7 @@ DIAGNOSIS_COLUMNS = {
     "reversed_kept": "rev. kept",
     "lifted": "lifted",
     "kept": "kept",
+    "counted": "counted",
     "null": "null",
     "log_forget": "gate",
     "reach": "reach",
@@ -45,8 +46,9 @@ DIAGNOSIS_COLUMNS = {
 }
 DIAGNOSIS_CAPTION = (
     "negative: mass on keys of negative content score; reversed: pairs of keys not in the order of content, of all and "
-    "of those kept; lifted: pairs in which a negative key stands above a positive one; kept, null: keys kept, queries "
-    "that keep none; reach: tokens that TRA looks back; walked: keys left to read after the early stop"
+    "of those kept; lifted: pairs in which a negative key stands above a positive one; kept: keys that stay in the "
+    "softmax; counted: those that count as distance, if fewer; null: queries that keep none; reach: tokens that TRA "
+    "looks back; walked: keys left to read after the early stop"
 )
 
 
@@ -170,14 +172,28 @@ def metric_parts(metrics: dict[str, Any], is_text: bool = False) -> list[str]:
         f"{metrics['tokens_per_second'] / 1e3:.0f}k tokens/s",
     ]
     if "kept" in metrics:
-        kept, null = (" ".join(f"{sum(heads) / len(heads):.2f}" for heads in metrics[key]) for key in ("kept", "null"))
-        parts.append(f"kept per layer {kept}, null {null}")
+        parts.append(f"kept per layer {_means(metrics['kept'])}, null {_means(metrics['null'])}")
+        if metrics.get("counted", metrics["kept"]) != metrics["kept"]:  # with a margin
+            parts.append(f"counted {_means(metrics['counted'])}")
     return parts
+
+
+def _means(by_layer: list[list[float]]) -> str:
+    """Return means over heads, of each layer."""
+    return " ".join(f"{sum(heads) / len(heads):.2f}" for heads in by_layer)
 
 
 def results_table(results: dict[str, list[SplitResult]]) -> Table:
     """Return exact match and intervals: a row for every split, a column for every run."""
-    table = Table("split", "lengths", "sequences", *results, title="exact match (95 % interval)")
+    narrow: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": 0, "show_edge": False}  # four runs fit on 80 columns
+    table = Table(
+        "split",
+        "lengths",
+        "sequences",
+        *results,
+        title="exact match (95 % interval)",
+        **narrow if len(results) > 3 else {},
+    )
     for same_split in zip(*results.values(), strict=True):
         rows = [asdict(result) for result in same_split]
         table.add_row(rows[0]["split"], length_text(rows[0]), f"{rows[0]['examples']:,}", *map(exact_text, rows))
@@ -204,6 +220,8 @@ def perplexity_table(results: list[WindowResult]) -> Table:
 def diagnosis_table(rows: list[Diagnosis]) -> Table:
     """Return means over layers and heads: a row for every split, a column for every measure of the mechanism."""
     measured = [name for name in DIAGNOSIS_COLUMNS if mean_over_heads(getattr(rows[0], name)) is not None]
+    if all(row.counted == row.kept for row in rows) and "counted" in measured:  # without a margin
+        measured.remove("counted")
     titles = [DIAGNOSIS_COLUMNS[name] for name in measured]
     table = Table(
         "split",

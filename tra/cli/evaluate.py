@@ -129,7 +129,7 @@ def _evaluate_task(
     from tra.cli.display import EvaluationDisplay, results_table
     from tra.evaluation.diagnosis import diagnose_run, diagnose_task
     from tra.evaluation.exact_match import evaluate_rows, evaluate_run, evaluate_task
-    from tra.runs import SHIPPED
+    from tra.runs import SHIPPED, variant_of
 
     model, evaluate = run.load_model(device), config.evaluate
     is_shipped = SHIPPED in run.path.resolve().parents  # the package's own runs are never written to
@@ -147,7 +147,7 @@ def _evaluate_task(
             line = f"{result.split}: {result.exact:.4f} of {result.examples:,} in {result.seconds:.0f}s"
             _show_result(result, line, options, display.live)
     if not options.json:
-        Console().print(results_table({config.model.mechanism: shown}))
+        Console().print(results_table({variant_of(asdict(config.model)): shown}))
     if options.diagnose:
         with EvaluationDisplay("diagnosing", quiet=options.json) as display:
             rows = diagnose_task(

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from tra.report.summary import write_summary
 
     runs = read_runs(options.runs)
-    has_several_seeds = len({run.mechanism for run in runs}) < len(runs)
+    has_several_seeds = len({run.variant for run in runs}) < len(runs)
     write = write_language if runs[0].is_text else write_comparison if has_several_seeds else write_summary
     for path in write(runs, options.out):
         print(path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from torch import Tensor
 from tra.attention import MECHANISMS, Attention, ThresholdRelativeAttention
 from tra.evaluation.exact_match import draw_test_set
 from tra.model import Decoder
-from tra.runs import LEVELS, AttentionMaps, RunFolder, write_arrays
+from tra.runs import LEVELS, AttentionMaps, RunFolder, variant_of, write_arrays
 from tra.tasks import FlipFlop, Task
 from tra.text import TokenStore, load_tokenizer
 from tra.text.task import Stream, Text, check_ids
@@ -140,8 +141,8 @@ def attend(
         inputs = model.attention_inputs(sequence.tokens[None].to(model.embed_tokens.weight.device))
         groups = indices.to(inputs[0][1].device).split(max(1, MAX_CELLS // length))
         maps = [[_map_of_rows(*inputs[layer], group, keys, heads) for group in groups] for layer in layers]
-    weights, content, distances, null = (
-        np.stack([np.concatenate([part[index] for part in parts], axis=1) for parts in maps]) for index in range(4)
+    weights, content, distances, uncounted, null = (
+        np.stack([np.concatenate([part[index] for part in parts], axis=1) for parts in maps]) for index in range(5)
     )
     title = sequence.title
     if rows[1] - rows[0] < length:
@@ -157,8 +158,9 @@ def attend(
         weights=weights,
         content=content,
         distances=distances,
+        uncounted=uncounted,
         null=null,
-        mechanism=model.config.mechanism,
+        mechanism=variant_of(asdict(model.config)),
         title=title,
     )
 
@@ -177,14 +179,17 @@ def _shown_ranges(length: int, rows: Range | None, keys: Range | None) -> tuple[
 
 def _map_of_rows(
     layer: Attention, x: Tensor, rows: Tensor, keys: Range, heads: Sequence[int]
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16], npt.NDArray[np.uint16], npt.NDArray[np.bool_]]:
-    """Return weights, content and distances `[H, R, C]` of some queries, and which of them keep no key, `[H, R]`."""
+) -> tuple[npt.NDArray[Any], ...]:
+    """Return weights, content, distances and uncounted keys of some queries, `[H, R, C]`, and null rows, `[H, R]`."""
     found = layer.attention_map(x, rows=rows)
     chosen, shown = list(_check_indices("head", heads, found.weights.shape[1])), slice(*keys)
     kept = found.logits[0, chosen] > -torch.inf  # [H, R, T]
     key = torch.arange(x.shape[1], device=x.device)[shown]
-    if isinstance(layer, ThresholdRelativeAttention):  # counts kept keys from j to i
-        distances = kept.to(torch.int32).flip(-1).cumsum(-1).flip(-1)[..., shown]
+    uncounted = torch.zeros_like(kept)
+    if isinstance(layer, ThresholdRelativeAttention):
+        counted = layer.counted_keys(x, found.logits, rows)[0, chosen]
+        uncounted = kept & ~counted
+        distances = (counted.to(torch.int32).flip(-1).cumsum(-1).flip(-1) + uncounted)[..., shown]
     else:
         distances = (rows[:, None] - key + 1).expand_as(kept[..., shown])
     distances = torch.where(kept[..., shown], distances.clamp(max=2**16 - 1), 0)
@@ -193,6 +198,7 @@ def _map_of_rows(
         _pack_weights(found.weights[0, chosen][..., shown], kept[..., shown]).cpu().numpy(),
         content.clamp(-6e4, 6e4).half().cpu().numpy(),  # within the range of float16
         distances.cpu().numpy().astype(np.uint16),
+        uncounted[..., shown].cpu().numpy(),
         (~kept.any(-1)).cpu().numpy(),
     )
 

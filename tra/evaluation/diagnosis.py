@@ -3,7 +3,8 @@
 Content is the scaled product of query and key before position enters. A mechanism finally orders keys by its logits
 (see `tra.attention.WeightMap`). Measured are queries at which an answer is due, in full precision:
 
-- `negative_mass`: the share of the attention weights, by absolute value, on keys whose content score is negative.
+- `negative_mass`: the share of the attention weights, by absolute value, on keys whose content score is negative. TRA
+  has such keys if its threshold or margin lets them stay.
 - `reversed`: of pairs of keys with different content scores, the share that the logits order the other way. A pair of
   two dropped keys is not reversed, so this is small where most keys are dropped.
 - `reversed_kept`: the same, of pairs that are both kept.
@@ -43,7 +44,7 @@ WINDOWS_OF_TEXT, BLOCKS, BLOCK = 8, 4, 64
 """Windows spread over a text, blocks measured in each, and neighbouring queries in a block, as many as kernels take."""
 
 ORDER_MEASURES = ("reversed", "reversed_kept", "lifted")
-MEASURES = ("negative_mass", *ORDER_MEASURES, "kept", "null", "log_forget", "reach", "walked")
+MEASURES = ("negative_mass", *ORDER_MEASURES, "kept", "counted", "null", "log_forget", "reach", "walked")
 
 PerHead = list[list[float | None]]
 
@@ -62,7 +63,7 @@ class Diagnosis:
     reversed_kept: PerHead | None
     lifted: PerHead | None
     kept: PerHead | None
-    """Fraction of visible keys kept, of mechanisms with a threshold."""
+    """Fraction of visible keys that stay in the softmax, of mechanisms with a threshold."""
     null: PerHead | None
     """Fraction of queries that keep no key."""
     log_forget: PerHead | None
@@ -74,6 +75,8 @@ class Diagnosis:
     seconds: float
     walked: PerHead | None = None
     """Of text: the share of the keys before a block of 64 queries that TRA has to read for them."""
+    counted: PerHead | None = None
+    """Fraction of visible keys that count as TRA's distance; all kept keys do, unless there is a margin."""
 
 
 class Sample(NamedTuple):
@@ -219,6 +222,7 @@ def measure_layer(
     if isinstance(gate := getattr(layer, "gate", None), ForgetGate):
         measures["log_forget"] = gate(x)[:, :, rows], ones
     if isinstance(layer, ThresholdRelativeAttention):
+        measures["counted"] = layer.counted_keys(x, found.logits, rows).sum(-1), ones * (rows + 1)
         reach = layer.reach(x, found.logits, rows)
         measures["reach"] = reach, ones
         if block is not None:

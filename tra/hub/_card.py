@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import transformers
 import tra
 from tra.config import RunConfig
 from tra.report.markdown import table
-from tra.report.names import NAMES
-from tra.runs import RunFolder, exact_text, is_finite, length_text, read_rows
+from tra.report.names import name_of
+from tra.runs import RunFolder, exact_text, is_finite, length_text, read_rows, variant_of
 from tra.text.task import Text
 
 HEADER = """\
@@ -55,7 +56,7 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str, new: in
     parts = [
         HEADER.format(mechanism=model.mechanism),
         f"# {name}\n",
-        f"A decoder with {NAMES[model.mechanism]}: {model.n_layers} layers, {model.n_heads} heads, width "
+        f"A decoder with {name_of(variant_of(asdict(model)))}: {model.n_layers} layers, {model.n_heads} heads, width "
         f"{model.d_model}, {parameters:,} parameters. Trained on {_data_text(config)}: {config.train.steps:,} steps of "
         f"{config.train.batch_size} sequences, seed {config.train.seed}.\n",
         *_results(run),

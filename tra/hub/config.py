@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from tra.attention import MECHANISMS
-from tra.config import convert_json
+from tra.config import convert_json, finite_dict
 from tra.model import DecoderConfig
 
-FORMAT = 1
-"""Version of configs and weights. A newer one raises an error."""
+FORMAT = 2
+"""Newest version of configs and weights. A newer one raises an error. Version 2 has `threshold` and `margin`; a config
+in which they are 0 is saved as version 1, which older versions of this package read."""
 
 POINTER = Path(__file__).with_name("modeling_tra.py")
 """A module, copied to saved folders, that imports this package."""
@@ -81,6 +82,9 @@ class TRAConfig(PreTrainedConfig):
     """On the attention weights and on the MLP's hidden representation."""
     embedding_init: str = "uniform"
     gate_bias: float = 0.0
+    threshold: float = 0.0
+    margin: float | str = 0.0
+    """Infinity is written as the string "inf"."""
     rope_theta: float = 500_000.0
     cope_positions: int = 64
     fuse_projections: bool = False
@@ -92,7 +96,7 @@ class TRAConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    tra_format: int = FORMAT
+    tra_format: int = 1
 
     def __post_init__(self, **kwargs: Any) -> None:
         if not isinstance(self.tra_format, int):
@@ -105,11 +109,13 @@ class TRAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         decoder = self.to_decoder()
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
+        self.margin = decoder.margin
+        self.tra_format = self._needed_format()
         self.base_model_tp_plan = tensor_parallel_plan(decoder.mechanism)  # type: ignore[misc]
 
     def to_decoder(self) -> DecoderConfig:
         """Return the decoder's config, checked."""
-        hints = typing.get_type_hints(DecoderConfig)
+        hints = typing.get_type_hints(DecoderConfig, include_extras=True)
         hub = {field.name: HUB_NAMES.get(field.name, field.name) for field in dataclasses.fields(DecoderConfig)}
         return DecoderConfig(
             **{name: convert_json(getattr(self, ours), hints[name], ours) for name, ours in hub.items()}
@@ -127,7 +133,12 @@ class TRAConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         _register_with_peft()
-        return super().to_dict() | {"auto_map": dict(AUTO_MAP)}
+        values = super().to_dict() | {"auto_map": dict(AUTO_MAP), "tra_format": self._needed_format()}
+        return finite_dict(values.items())
+
+    def _needed_format(self) -> int:
+        """Return the oldest version that can hold this config."""
+        return 1 if self.threshold == self.margin == 0 else FORMAT
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json, and the module that it names."""

@@ -9,8 +9,8 @@ from tra.report.curves import diagnosis, exact_match
 from tra.report.figures import links, write_figures
 from tra.report.markdown import read_notes, table
 from tra.report.names import FAILURES, name_of
-from tra.report.runs import EvaluatedRun, by_mechanism
-from tra.runs import length_text, write_atomically
+from tra.report.runs import EvaluatedRun, by_variant
+from tra.runs import length_text, settings_of, write_atomically
 
 Groups = dict[str, list[EvaluatedRun]]
 
@@ -25,17 +25,17 @@ def write_comparison(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
 
 def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     """Return Markdown: exact match, notes, what attention does by length, training, and how to make it again."""
-    groups = by_mechanism(runs)
+    groups = by_variant(runs)
     _check_alike(runs, groups)
     first = runs[0]
     model, train = first.config["model"], first.config["train"]
     splits = [row["split"] for row in first.evaluation]
     header = ["mechanism", "lr", *(f"{row['split']} ({length_text(row)})" for row in first.evaluation)]
     rows = []
-    for mechanism, group in groups.items():
+    for variant, group in groups.items():
         levels = [level for split in splits if (level := exact_match(group, split))]
         texts = [level.text if level.runs > 1 else f"{level.mean:.3f}" for level in levels]
-        rows.append([name_of(mechanism), f"{group[0].config['optim']['lr']:g}", *texts])
+        rows.append([name_of(variant), f"{group[0].config['optim']['lr']:g}", *texts])
     lines = [
         f"# {first.task}: every mechanism",
         "",
@@ -57,11 +57,13 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         if any(row.get(measure) for run in runs for row in run.diagnosis):
             rows = _diagnosis_rows(groups, splits, {measure: "{:.3f}"})
             lines += ["", f"{title[0].upper()}{title[1:]} (`{measure}`):", "", *table(header, rows)]
-    measures = {"kept": "kept {:.3f}", "null": "null {:.3f}", "log_forget": "gate {:.2f}", "reach": "reach {:.0f}"}
+    measures = {"kept": "kept {:.3f}", "counted": "counted {:.3f}", "null": "null {:.3f}"}
+    measures |= {"log_forget": "gate {:.2f}", "reach": "reach {:.0f}"}
+    counted = ", keys that count as distance" if any(settings_of(variant)[1] for variant in groups) else ""
     commits = ", ".join(sorted({str(run.environment["commit"]) for run in runs}))
     lines += [
         "",
-        "Keys kept, null rows, gate (log σ) and reach (tokens back until the rest provably doesn't count):",
+        f"Keys kept{counted}, null rows, gate (log σ) and reach (tokens back until the rest provably doesn't count):",
         "",
         *table(header, _diagnosis_rows(groups, splits, measures)),
         *links(runs, "heads.png", "kept.png"),
@@ -83,9 +85,9 @@ def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:
     """Check that runs differ in what is compared alone. A ValueError says in what else they differ."""
     if len({tuple(run.seed for run in group) for group in groups.values()}) > 1:
         raise ValueError("a comparison needs the same seeds of every mechanism")
-    for mechanism, group in groups.items():
+    for variant, group in groups.items():
         if len({run.config["optim"]["lr"] for run in group}) > 1:
-            raise ValueError(f"the runs of {mechanism} have different learning rates: compare one at a time")
+            raise ValueError(f"the runs of {variant} have different learning rates: compare one at a time")
     if len({run.metrics[-1]["step"] for run in runs}) > 1:
         raise ValueError("the runs have different steps: make them alike first")
     if len({tuple((row["examples"], row["seed"]) for row in run.evaluation) for run in runs}) > 1:
@@ -93,16 +95,18 @@ def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:
 
 
 def _diagnosis_rows(groups: Groups, splits: Sequence[str], measures: dict[str, str]) -> list[list[str]]:
-    """Return a row per mechanism that has any of the measures, with the means of all that it has by test set.
+    """Return a row per variant that has any of the measures, with the means of all that it has by test set.
 
     `measures` says how the number of each name in diagnose.jsonl is written.
     """
     rows = []
-    for mechanism, group in groups.items():
+    for variant, group in groups.items():
         cells = []
         for split in splits:
             levels = {measure: diagnosis(measure, group, split) for measure in measures}
+            if levels.get("counted") == levels.get("kept"):  # without a margin
+                levels.pop("counted", None)
             cells.append(", ".join(measures[m].format(level.mean) for m, level in levels.items() if level))
         if any(cells):
-            rows.append([name_of(mechanism), *cells])
+            rows.append([name_of(variant), *cells])
     return rows

@@ -1,4 +1,4 @@
-"""Draw curves of mechanisms side by side: measures against length, training, and perplexity."""
+"""Draw curves of variants side by side: measures against length, training, and perplexity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tra.report.curves import (
     training_curve,
 )
 from tra.report.names import training_title
-from tra.report.runs import EvaluatedRun, by_mechanism
+from tra.report.runs import EvaluatedRun, by_variant
 
 AXIS_NAMES = {
     "negative_mass": "mass on keys of\nnegative content",
@@ -32,7 +32,7 @@ SHARED_AXES: Any = {"sharex": True, "sharey": "row", "layout": "constrained"}
 PERPLEXITY_TICKS = (10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000, 2000)
 
 Curves = dict[str, Curve]
-"""By mechanism, in the order of tables."""
+"""By variant, in the order of tables."""
 
 
 def exact_curves(runs: Sequence[EvaluatedRun]) -> Curves:
@@ -62,29 +62,30 @@ def perplexity_curves(runs: Sequence[EvaluatedRun], text: str, overlap: str = "n
 
 
 def _curves(runs: Sequence[EvaluatedRun], curve_of: Any) -> Curves:
-    found = {mechanism: curve_of(group) for mechanism, group in by_mechanism(runs).items()}
-    return {mechanism: curve for mechanism, curve in found.items() if curve.x}
+    found = {variant: curve_of(group) for variant, group in by_variant(runs).items()}
+    return {variant: curve for variant, curve in found.items() if curve.x}
 
 
 def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> None:
     """Draw a row of panels per measure; a dotted line marks the length that was trained on."""
-    groups = style.split_into_panels(list(dict.fromkeys(name for curves in measures.values() for name in curves)))
+    variants = list(dict.fromkeys(variant for curves in measures.values() for variant in curves))
+    groups, lines = style.split_into_panels(variants), style.line_styles(variants)
     lengths = sorted({length for curves in measures.values() for curve in curves.values() for length in curve.x})
     width = (5.5 if len(groups) == 1 else 2.9 * len(groups)) + 0.4
     size = (width, (0.7 if len(groups) == 1 else 1.2) + 2.2 * len(measures))
     with style.panels(path, len(measures), len(groups), size, **SHARED_AXES) as panels:
         for axes_row, (name, curves) in zip(panels, measures.items(), strict=True):
             for axes, group in zip(axes_row, groups, strict=True):
-                for mechanism in group:
-                    if mechanism in curves:
-                        style.draw_curve(axes, curves[mechanism], **style.line_style(mechanism))
+                for variant in group:
+                    if variant in curves:
+                        style.draw_curve(axes, curves[variant], **lines[variant])
                 style.mark_trained_length(axes, trained_at)
                 style.length_ticks(axes, lengths)
             highest = max(max(curve.high) for curve in curves.values())
             axes_row[0].set_ylim(-0.03 * highest, 1.03 * highest)
             axes_row[0].set_ylabel(name)
         for axes, group in zip(panels[0], groups, strict=True):
-            handles = [axes.plot([], [], **style.line_style(mechanism))[0] for mechanism in group]
+            handles = [axes.plot([], [], **lines[variant])[0] for variant in group]
             style.legend_above(axes, columns=1 if len(groups) > 1 else 3, handles=handles)
         for axes in panels[-1]:
             axes.set_xlabel("length (dotted: trained on)")
@@ -92,15 +93,15 @@ def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> 
 
 def draw_training(curves: Curves, path: Path) -> None:
     """Draw the loss on a logarithmic axis."""
-    groups = style.split_into_panels(list(curves))
+    groups, lines = style.split_into_panels(list(curves)), style.line_styles(curves)
     several = any(level.runs > 1 for curve in curves.values() for level in curve.levels)
     size = (5.5, 3.2) if len(groups) == 1 else (2.9 * len(groups) + 0.4, 3.6)
     with style.panels(path, 1, len(groups), size, **SHARED_AXES) as panels:
         for axes, group in zip(panels[0], groups, strict=True):
-            for number, mechanism in enumerate(group):
-                curve = curves[mechanism]
+            for number, variant in enumerate(group):
+                curve = curves[variant]
                 every = max(1, len(curve.x) // 6)
-                line = style.line_style(mechanism) | {"linewidth": 1.0, "markersize": 3.5}
+                line = lines[variant] | {"linewidth": 1.0, "markersize": 3.5}
                 style.draw_curve(axes, curve, markevery=(number * every // len(group), every), **line)
             axes.set_yscale("log")
             axes.set_xlabel("step")
@@ -110,10 +111,11 @@ def draw_training(curves: Curves, path: Path) -> None:
 
 def draw_perplexity(texts: dict[str, Curves], trained_at: int, path: Path) -> None:
     """Draw a panel per text; both axes are logarithmic."""
+    lines = style.line_styles(variant for curves in texts.values() for variant in curves)
     with style.panels(path, 1, len(texts), (4.6 * len(texts), 3.6), sharey=True) as panels:
         for axes, (text, curves) in zip(panels[0], texts.items(), strict=True):
-            for mechanism, curve in curves.items():
-                style.draw_curve(axes, curve, opacity=0.12, **style.line_style(mechanism))
+            for variant, curve in curves.items():
+                style.draw_curve(axes, curve, opacity=0.12, **lines[variant])
             style.mark_trained_length(axes, trained_at)
             axes.set(xscale="log", yscale="log", title=text, xlabel="window, tokens")
             windows = sorted({window for curve in curves.values() for window in curve.x})
@@ -129,9 +131,10 @@ def draw_perplexity(texts: dict[str, Curves], trained_at: int, path: Path) -> No
 
 def draw_positions(losses: dict[str, list[tuple[int, float | None, int]]], path: Path, title: str) -> None:
     """Draw the loss against the position in the window, from `by_position` of perplexity.jsonl."""
+    lines = style.line_styles(losses)
     with style.panels(path, 1, 1, (5.5, 3.4)) as ((axes,),):
-        for mechanism, positions in losses.items():
+        for variant, positions in losses.items():
             ends, means = zip(*((end, mean) for end, mean, _ in positions if mean is not None), strict=True)
-            axes.plot(ends, means, **style.line_style(mechanism))
+            axes.plot(ends, means, **lines[variant])
         axes.set(xscale="log", xlabel="place in the window, up to", ylabel="nats a token", title=title)
         axes.legend()

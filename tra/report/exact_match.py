@@ -9,29 +9,24 @@ from typing import Any
 import numpy as np
 
 from tra.report.names import name_of
-from tra.report.style import bar_hatch, colour_of, panels
+from tra.report.style import bar_styles, panels
 
 
 def draw_exact_match(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str = "") -> None:
-    """Draw each mechanism's rows of eval.jsonl with 95 % intervals, and a line before test sets longer than the first.
+    """Draw each variant's rows of eval.jsonl with 95 % intervals, and a line before test sets longer than the first.
 
     All have the same splits in the same order.
     """
     shown = next(iter(results.values()))
     lengths = [row["longest"] for row in shown]
     width = 0.8 / len(results)
-    with panels(path, 1, 1, (1.2 * len(shown) + 1.5, 3.2)) as ((axes,),):
-        for number, (mechanism, rows) in enumerate(results.items()):
+    styles = bar_styles(results)
+    with panels(path, 1, 1, (max(1.2, 0.36 * len(results)) * len(shown) + 1.5, 3.2)) as ((axes,),):
+        for number, (variant, rows) in enumerate(results.items()):
             places = [index + (number - (len(results) - 1) / 2) * width for index in range(len(rows))]
             heights = [row["exact"] for row in rows]
             errors = np.maximum(0, [[row["exact"] - row["low"], row["high"] - row["exact"]] for row in rows]).T
-            look: Any = {
-                "color": colour_of(mechanism),
-                "hatch": bar_hatch(mechanism),
-                "edgecolor": "white",
-                "linewidth": 0,
-            }
-            axes.bar(places, heights, width * 0.95, label=name_of(mechanism), **look)
+            axes.bar(places, heights, width * 0.95, label=name_of(variant), **styles[variant])
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
                 axes.text(place, row["high"] + 0.015, f"{100 * row['exact']:.0f}", ha="center", fontsize=8)

@@ -1,4 +1,4 @@
-"""Sort runs into a section per task, with a group per mechanism and setting, whose runs differ in seed."""
+"""Sort runs into a section per task, with a group per variant and setting, whose runs differ in seed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tra.report.names import NAMES, name_of
+from tra.report.names import name_of, table_order
 from tra.report.runs import EvaluatedRun, Problem
 
 _HABITS = ("seed", "compile", "log_every", "checkpoint_every")
 MAY_DIFFER = ("task.", "evaluate.", "version", *(f"train.{name}" for name in _HABITS))
 """Settings in which runs of one group may differ: they don't change what is learnt, or are compared elsewhere."""
 
+_IN_NAMES = ("model.mechanism", "model.threshold", "model.margin")
+"""Settings that the name of a variant tells."""
+
 
 @dataclass
 class Group:
-    """Runs of one mechanism in one setting, one per seed."""
+    """Runs of one variant in one setting, one per seed."""
 
-    mechanism: str
+    variant: str
     label: str
     runs: list[EvaluatedRun]
+
+    @property
+    def mechanism(self) -> str:
+        return self.runs[0].mechanism
 
 
 @dataclass
@@ -58,8 +65,8 @@ def sort_runs(runs: Sequence[EvaluatedRun]) -> tuple[list[Section], list[Problem
         configs = _shared_settings(of_task)
         found: dict[tuple[str, str], dict[int, EvaluatedRun]] = {}
         for run, config in zip(of_task, configs, strict=True):
-            setting = {key: value for key, value in config.items() if not key.startswith(MAY_DIFFER)}
-            seeds = found.setdefault((run.mechanism, _text(setting)), {})
+            setting = {key: config[key] for key in config if not key.startswith(MAY_DIFFER) and key not in _IN_NAMES}
+            seeds = found.setdefault((run.variant, _text(setting)), {})
             if run.seed in seeds:
                 why = f"has the same config and seed as {seeds[run.seed].name}, which is shown"
                 problems.append(Problem(run.name, why, whole=True))
@@ -75,20 +82,20 @@ def differing_settings(runs: Sequence[EvaluatedRun]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for key in configs[0]:
         values = {_text(config[key]): config[key] for config in configs}
-        if len(values) > 1 and not key.startswith(MAY_DIFFER) and key != "model.mechanism":
+        if len(values) > 1 and not key.startswith(MAY_DIFFER) and key not in _IN_NAMES:
             found[key] = list(values.values())
     return found
 
 
 def _labelled(found: dict[tuple[str, str], list[EvaluatedRun]]) -> list[Group]:
-    order = [*NAMES, *(mechanism for mechanism, _ in found)]
+    order = table_order(variant for variant, _ in found)
     groups = []
-    for mechanism, setting in sorted(found, key=lambda key: order.index(key[0])):
-        same_mechanism = [runs[0] for (name, _), runs in found.items() if name == mechanism]
+    for variant, setting in sorted(found, key=lambda key: order.index(key[0])):
+        same_variant = [runs[0] for (name, _), runs in found.items() if name == variant]
         settings = json.loads(setting)
-        differences = [f", {key.rsplit('.', 1)[-1]} {settings[key]}" for key in differing_settings(same_mechanism)]
-        runs = sorted(found[mechanism, setting], key=lambda run: run.seed)
-        groups.append(Group(mechanism, name_of(mechanism) + "".join(differences), runs))
+        differences = [f", {key.rsplit('.', 1)[-1]} {settings[key]}" for key in differing_settings(same_variant)]
+        runs = sorted(found[variant, setting], key=lambda run: run.seed)
+        groups.append(Group(variant, name_of(variant) + "".join(differences), runs))
     return groups
 
 

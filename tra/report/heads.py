@@ -13,14 +13,16 @@ import numpy.typing as npt
 
 from tra.report.curves import Curve, curve_by_length, diagnosis, first_of_length, newest, splits_of
 from tra.report.names import name_of
-from tra.report.runs import EvaluatedRun, by_mechanism
+from tra.report.runs import EvaluatedRun, by_variant
 from tra.report.style import draw_curve, length_ticks, panels
+from tra.runs import settings_of
 
 MEASURES = {"log_forget": "gate, log σ", "reach": "reach, tokens"}
+KEPT_MEASURES = {"kept": "share of keys kept", "counted": "share of keys counted"}
 
 
 class Heads(NamedTuple):
-    """A measure of a mechanism. Seeds stand below each other: there is no mean, as heads have no order."""
+    """A measure of a variant. Seeds stand below each other: there is no mean, as heads have no order."""
 
     length: int  # of the sequences
     layers: list[str]
@@ -28,10 +30,10 @@ class Heads(NamedTuple):
 
 
 def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
-    """Return measures by mechanism at the greatest length that was diagnosed, where they were measured."""
+    """Return measures by variant at the greatest length that was diagnosed, where they were measured."""
     found: dict[str, dict[str, Heads]] = {}
     for measure in MEASURES:
-        for mechanism, group in by_mechanism(runs).items():
+        for variant, group in by_variant(runs).items():
             layers, values, length = [], [], 0
             for run in group:
                 if not run.diagnosis:
@@ -42,25 +44,34 @@ def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
                     layers.append(f"{layer}" if len(group) == 1 else f"{run.seed}.{layer}")
                     values.append([np.nan if value is None else value for value in heads])
             if values:
-                found.setdefault(measure, {})[mechanism] = Heads(length, layers, np.array(values))
+                found.setdefault(measure, {})[variant] = Heads(length, layers, np.array(values))
     return found
 
 
-def kept_curves(runs: Sequence[EvaluatedRun]) -> dict[str, list[Curve]]:
-    """Return the share of keys kept against length: by mechanism a curve per layer, means over heads and seeds."""
+def kept_curves(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, list[Curve]]]:
+    """Return the share of keys kept against length, and of keys that count as distance where a run has a margin.
+
+    By measure and variant, a curve per layer, means over heads and seeds.
+    """
+    measures = ["kept", *(["counted"] if any(settings_of(run.variant)[1] for run in runs) else [])]
+    found = {measure: _curves_by_layer(runs, measure) for measure in measures}
+    return {measure: curves for measure, curves in found.items() if curves}
+
+
+def _curves_by_layer(runs: Sequence[EvaluatedRun], measure: str) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
     splits = splits_of(runs, diagnosed=True)
-    for mechanism, group in by_mechanism(runs).items():
-        n_layers = max(len(row.get("kept") or []) for run in group for row in run.diagnosis or [{}])
-        levels = (partial(diagnosis, "kept", layer=layer) for layer in range(n_layers))
+    for variant, group in by_variant(runs).items():
+        n_layers = max(len(row.get(measure) or []) for run in group for row in run.diagnosis or [{}])
+        levels = (partial(diagnosis, measure, layer=layer) for layer in range(n_layers))
         curves = [curve_by_length(group, splits, level_of) for level_of in levels]
         if curves:
-            found[mechanism] = curves
+            found[variant] = curves
     return found
 
 
 def draw_heads(grids: dict[str, dict[str, Heads]], path: Path) -> None:
-    """Draw a row of panels per measure, a panel per mechanism, with a number per head."""
+    """Draw a row of panels per measure, a panel per variant, with a number per head."""
     columns = max(len(grid) for grid in grids.values())
     tall, wide = np.max([heads.values.shape for grid in grids.values() for heads in grid.values()], axis=0)
     size = (0.9 + columns * max(1.7, 0.42 * wide + 0.6), len(grids) * (0.9 + 0.24 * tall))
@@ -68,9 +79,9 @@ def draw_heads(grids: dict[str, dict[str, Heads]], path: Path) -> None:
         for axes_row, (measure, grid) in zip(rows, grids.items(), strict=True):
             values = np.concatenate([heads.values.ravel() for heads in grid.values()])
             low, high = np.nanmin(values), np.nanmax(values)
-            for axes, (mechanism, heads) in zip(axes_row, grid.items(), strict=False):
+            for axes, (variant, heads) in zip(axes_row, grid.items(), strict=False):
                 _draw_grid(axes, heads, low, high)
-                axes.set_title(name_of(mechanism), fontsize=9)
+                axes.set_title(name_of(variant), fontsize=9)
                 axes.set_xlabel("head", fontsize=8)
             for axes in axes_row[len(grid) :]:
                 axes.set_visible(False)
@@ -96,18 +107,23 @@ def _draw_grid(axes: Any, heads: Heads, low: float, high: float) -> None:
     axes.tick_params(length=0)
 
 
-def draw_kept(mechanisms: dict[str, list[Curve]], path: Path) -> None:
-    """Draw a panel per mechanism, with a line per layer."""
-    lengths = sorted({length for curves in mechanisms.values() for curve in curves for length in curve.x})
-    with panels(path, 1, len(mechanisms), (2.6 * len(mechanisms) + 0.9, 2.9), sharey=True, tight=True) as (row,):
-        for axes, (mechanism, curves) in zip(row, mechanisms.items(), strict=True):
-            for layer, curve in enumerate(curves):
-                shade = mpl.colormaps["viridis"](0.85 * layer / max(1, len(curves) - 1))
-                line = {"marker": "osD^vPX*"[layer % 8], "linestyle": ("-", "--", ":", "-.")[layer % 4]}
-                draw_curve(axes, curve, 0.15, color=shade, markersize=4, label=f"layer {layer}", **line)
-            axes.set_title(name_of(mechanism), fontsize=10)
-            length_ticks(axes, lengths)
-            axes.set_ylim(0, 1.03)
-            axes.set_xlabel("length")
-        row[0].set_ylabel("share of keys kept")
-        row[-1].legend(fontsize=8)
+def draw_kept(measures: dict[str, dict[str, list[Curve]]], path: Path) -> None:
+    """Draw a row of panels per measure, a panel per variant, with a line per layer."""
+    variants = list(dict.fromkeys(variant for found in measures.values() for variant in found))
+    every = [curve for found in measures.values() for curves in found.values() for curve in curves]
+    lengths = sorted({length for curve in every for length in curve.x})
+    size = (2.6 * len(variants) + 0.9, 2.9 * len(measures))
+    with panels(path, len(measures), len(variants), size, sharey=True, tight=True) as rows:
+        for row, (measure, found) in zip(rows, measures.items(), strict=True):
+            for axes, variant in zip(row, variants, strict=True):
+                for layer, curve in enumerate(found.get(variant, [])):
+                    shade = mpl.colormaps["viridis"](0.85 * layer / max(1, len(found[variant]) - 1))
+                    line = {"marker": "osD^vPX*"[layer % 8], "linestyle": ("-", "--", ":", "-.")[layer % 4]}
+                    draw_curve(axes, curve, 0.15, color=shade, markersize=4, label=f"layer {layer}", **line)
+                axes.set_visible(variant in found)
+                axes.set_title(name_of(variant), fontsize=10)
+                length_ticks(axes, lengths)
+                axes.set_ylim(0, 1.03)
+                axes.set_xlabel("length")
+            row[0].set_ylabel(KEPT_MEASURES[measure])
+        rows[0][-1].legend(fontsize=8)

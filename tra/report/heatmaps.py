@@ -1,7 +1,7 @@
 """Draw the attention of runs on one sequence: a panel per layer and head, runs side by side.
 
-White is a key that was dropped, grey one that comes later; a frame is a query at which an answer is due, a cross one
-that keeps no key at all.
+White is a key that left the softmax, grey one that comes later; a small frame is a key that stays without counting as
+distance. A frame around a row is a query at which an answer is due, a cross one that keeps no key at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_INCHES = 18.0
 MIN_FONT = 4.5
 """Points of the smallest token."""
 
-_LATER, _DROPPED, _DUE, _NULL = "#E4E4E4", "#FFFFFF", "#D55E00", "#000000"
+_LATER, _DROPPED, _DUE, _NULL, _UNCOUNTED = "#E4E4E4", "#FFFFFF", "#D55E00", "#000000", "#9A9A9A"
+_FRAME: Any = {"linestyle": "", "marker": "s", "color": _UNCOUNTED, "fillstyle": "none"}
 _WEIGHTS = ListedColormap(mpl.colormaps["YlGnBu"](np.linspace(0.12, 1, 256)))  # no weight is white
 _NORM = PowerNorm(0.5, 0.0, 1.0)  # so that small weights show
 
@@ -50,6 +51,7 @@ class Panel(NamedTuple):
     row: int  # in the grid
     column: int
     weights: npt.NDArray[Any]  # [R, C], NaN where a key is not seen or dropped
+    uncounted: npt.NDArray[np.bool_]  # [R, C], keys that stay without counting as distance
     later: npt.NDArray[np.bool_]  # [R, C], keys that stand after the query
     due: list[int]  # rows at which an answer is due
     null: list[int]  # rows that keep no key
@@ -65,7 +67,8 @@ def panels(found: Sequence[AttentionMaps]) -> list[Panel]:
             for column, head in enumerate(maps.heads.tolist()):
                 null = np.flatnonzero(maps.null[row, column]).tolist()
                 weights = weights_of(maps.weights[row, column])
-                result.append(Panel(run, layer, head, row, before + column, weights, later, due, null))
+                uncounted = maps.uncounted[row, column]
+                result.append(Panel(run, layer, head, row, before + column, weights, uncounted, later, due, null))
         before += len(maps.heads)
     return result
 
@@ -90,7 +93,9 @@ def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[s
     larger = min(1.8, max(1.0, n_columns * panel_width / 8))  # so that the text around a large grid can be read
     gap, between, top, right = 0.12, 0.3, 0.6 * larger, 0.5 + 0.35 * larger
     width = left + n_columns * (panel_width + gap) + (len(found) - 1) * between + right
-    below = bottom + 0.35 * larger
+    handles = _legend_handles(drawn)
+    legend_columns = max(1, min(len(handles), int(width / (1.4 * larger))))
+    below = bottom + (0.35 + 0.2 * ((len(handles) - 1) // legend_columns)) * larger
     height = below + n_rows * (panel_height + 0.25) + top
     with styled(), mpl.rc_context({"savefig.bbox": None, "axes.grid": False}):
         figure = plt.figure(figsize=(width, height))
@@ -109,7 +114,14 @@ def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[s
             figure.text(x / width, y, name, fontsize=10 * larger, weight="bold", va="bottom", parse_math=False)
         y = 1 - 0.1 / height
         figure.text(left / width, y, first.title, fontsize=9 * larger, va="top", parse_math=False)
-        _legend(figure, drawn, (left / width, 0.05 / height), 8 * larger)
+        figure.legend(
+            handles=handles,
+            loc="lower left",
+            bbox_to_anchor=(left / width, 0.05 / height),
+            ncols=legend_columns,
+            fontsize=8 * larger,
+            borderaxespad=0,
+        )
         bar = min(2.0 * larger, height - top - below - 0.2)
         place = (1 - (right - 0.1) / width, (height - top - bar - 0.2) / height, 0.1 * larger / width, bar / height)
         _colour_bar(figure, place, 8 * larger)
@@ -129,6 +141,8 @@ def _draw_panel(axes: Any, panel: Panel, points: float) -> None:
     image[np.isnan(panel.weights)] = to_rgb(_DROPPED)
     image[panel.later] = to_rgb(_LATER)
     axes.imshow(image, aspect="auto", interpolation="nearest")
+    rows, columns = np.nonzero(panel.uncounted)
+    axes.plot(columns, rows, **_FRAME, markersize=0.62 * points, markeredgewidth=0.09 * points)
     own = (~panel.later).sum(1) - 1  # the last key shown that a row sees
     for row in panel.due:
         frame = Rectangle((-0.5, row - 0.5), own[row] + 1, 1, fill=False, edgecolor=_DUE, linewidth=0.12 * points)
@@ -153,15 +167,17 @@ def _label(axes: Any, labels: list[list[str]], panel: Panel, font: float, cell: 
                 label.set_rotation(90)
 
 
-def _legend(figure: Any, drawn: Sequence[Panel], place: tuple[float, float], font: float) -> None:
+def _legend_handles(drawn: Sequence[Panel]) -> list[Any]:
     handles: list[Any] = [Patch(facecolor=_LATER, edgecolor="black", linewidth=0.4, label="comes later")]
     if any((np.isnan(panel.weights) & ~panel.later).any() for panel in drawn):
         handles.append(Patch(facecolor=_DROPPED, edgecolor="black", linewidth=0.4, label="dropped"))
+    if any(panel.uncounted.any() for panel in drawn):
+        handles.append(Line2D([], [], **_FRAME, label="stays, doesn't count"))
     if any(panel.due for panel in drawn):
         handles.append(Patch(fill=False, edgecolor=_DUE, label="answer due"))
     if any(panel.null for panel in drawn):
         handles.append(Line2D([], [], linestyle="", marker="x", color=_NULL, label="keeps no key"))
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=4, fontsize=font, borderaxespad=0)
+    return handles
 
 
 def _colour_bar(figure: Any, place: tuple[float, float, float, float], font: float) -> None:

@@ -18,14 +18,20 @@ from tra.report.curve_figures import (
 from tra.report.curves import perplexity_rows, ratio_of, texts_of, windows_of
 from tra.report.markdown import facts_table, grid, read_notes, table
 from tra.report.names import name_of
-from tra.report.runs import EvaluatedRun, by_mechanism
-from tra.runs import write_atomically
+from tra.report.runs import EvaluatedRun, by_variant
+from tra.runs import mechanism_of, write_atomically
 
 POSITIONS_WINDOW = 4096
 """The window for which the loss is shown by position."""
 
-TRA_MEASURES = {"kept": ("kept", 2), "null": ("null", 3), "log_forget": ("gate (log σ)", 2), "reach": ("reach", 0)}
-TRA_MEASURES |= {"walked": ("walked", 2)}
+TRA_MEASURES = {
+    "kept": ("kept", 2),
+    "counted": ("counted", 2),
+    "null": ("null", 3),
+    "log_forget": ("gate (log σ)", 2),
+    "reach": ("reach", 0),
+    "walked": ("walked", 2),
+}
 """Measures of TRA's heads, with their names and digits."""
 
 Positions = list[tuple[int, float | None, int]]
@@ -48,12 +54,12 @@ def write_language(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
 
 
 def losses_by_position(runs: Sequence[EvaluatedRun], text: str) -> dict[str, Positions]:
-    """Return the loss by position in POSITIONS_WINDOW, of the first seed of each mechanism that was read so."""
+    """Return the loss by position in POSITIONS_WINDOW, of the first seed of each variant that was read so."""
     found: dict[str, Positions] = {}
-    for mechanism, group in by_mechanism(runs).items():
+    for variant, group in by_variant(runs).items():
         for run in group:
             for row in perplexity_rows(run, text, "none", POSITIONS_WINDOW):
-                found.setdefault(mechanism, row["by_position"])
+                found.setdefault(variant, row["by_position"])
     return found
 
 
@@ -82,7 +88,7 @@ def language_text(runs: Sequence[EvaluatedRun], notes: str = "", rates: Path | N
     lines += _ratios(runs) + _positions(runs) + _heads_of_tra(runs)
     if rates is not None and rates.is_file():
         lines += ["", "## The search of rates", "", *_rates(rates)]
-    ordered = [run for group in by_mechanism(runs).values() for run in group]
+    ordered = [run for group in by_variant(runs).values() for run in group]
     norms = {True: "yes", False: "no", None: "as published"}
     lines += [
         "",
@@ -91,7 +97,7 @@ def language_text(runs: Sequence[EvaluatedRun], notes: str = "", rates: Path | N
         "![training loss](training.png)",
         "",
         *facts_table(
-            [name_of(run.mechanism) for run in ordered],
+            [name_of(run.variant) for run in ordered],
             ordered,
             {
                 "seed": lambda run: run.seed,
@@ -122,27 +128,32 @@ def _trained_window(runs: Sequence[EvaluatedRun]) -> int:
 def _perplexity_table(curves: Curves) -> list[str]:
     windows = sorted({window for curve in curves.values() for window in curve.x})
     texts = {
-        name_of(mechanism): {window: level.text for window, level in zip(curve.x, curve.levels, strict=True)}
-        for mechanism, curve in curves.items()
+        name_of(variant): {window: level.text for window, level in zip(curve.x, curve.levels, strict=True)}
+        for variant, curve in curves.items()
     }
     return grid("mechanism", windows, texts)
 
 
 def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return a table per text of perplexities over that of TRA, where both were measured on the same documents."""
-    tra = next((run for run in runs if run.mechanism == "tra"), None)
-    if tra is None or len(runs) < 2:
+    """Return a table per text of perplexities over that of TRA, where both were measured on the same documents.
+
+    Of several variants of TRA it is the first that the others are compared with.
+    """
+    groups = by_variant(runs)
+    base = next((variant for variant in groups if mechanism_of(variant) == "tra"), None)
+    if base is None or len(runs) < 2:
         return []
-    lines = ["", "## Perplexity over that of TRA", ""]
-    lines += ["Paired by document, with 95 % intervals; above 1 TRA is better."]
-    others = [run for group in by_mechanism(runs).values() for run in group if run.mechanism != "tra"]
+    tra, name = next(run for run in runs if run.variant == base), name_of(base)
+    lines = ["", f"## Perplexity over that of {name}", ""]
+    lines += [f"Paired by document, with 95 % intervals; above 1 {name} is better."]
+    others = [run for variant, group in groups.items() for run in group if variant != base]
     for text in _texts(runs):
         windows = windows_of([tra], text, "none")
         rows = []
         for run in others:
             ratios = [ratio_of(run, window, tra, window, text) for window in windows]
             if any(ratios):
-                rows.append([name_of(run.mechanism), *(ratio.text if ratio else "" for ratio in ratios)])
+                rows.append([name_of(run.variant), *(ratio.text if ratio else "" for ratio in ratios)])
         if rows:
             lines += ["", *table([text, *(f"{window:,}" for window in windows)], rows)]
     return lines
@@ -154,8 +165,8 @@ def _positions(runs: Sequence[EvaluatedRun]) -> list[str]:
         if losses := losses_by_position(runs, text):
             ends = [end for end, _, _ in next(iter(losses.values()))]
             texts = {
-                name_of(mechanism): {end: f"{mean:.2f}" for end, mean, _ in positions if mean is not None}
-                for mechanism, positions in losses.items()
+                name_of(variant): {end: f"{mean:.2f}" for end, mean, _ in positions if mean is not None}
+                for variant, positions in losses.items()
             }
             lines += ["", f"{text}:", "", *grid("place up to", ends, texts)]
     title = ["", f"## Loss by place in a window of {POSITIONS_WINDOW:,}", "", "![loss by place](places.png)"]
@@ -163,19 +174,34 @@ def _positions(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 
 def _heads_of_tra(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return a table per text and window of what TRA's layers keep, how far they look, and what has to be read."""
-    tra = next((run for run in runs if run.mechanism == "tra" and run.diagnosis), None)
-    if tra is None:
+    """Return a table per text and window of what TRA's layers keep, how far they look, and what has to be read.
+
+    It is of the first run of each variant of TRA that was diagnosed.
+    """
+    groups = {v: group for v, group in by_variant(runs).items() if mechanism_of(v) == "tra"}
+    found = [next((run for run in group if run.diagnosis), None) for group in groups.values()]
+    shown = [run for run in found if run is not None]
+    if not shown:
         return []
     lines = ["", "## What TRA's heads do", ""]
     lines += ["By layer the mean over heads, and over all heads the smallest and the largest. Reach: tokens back until"]
     lines += ["the rest provably doesn't count; walked: the share of the keys before a block of 64 queries that has to"]
     lines += ["be read for it."]
-    for row in tra.diagnosis:
+    for run in shown:
+        lines += ["", f"{name_of(run.variant)}:"] if len(shown) > 1 or run.variant != "tra" else []
+        lines += _head_tables(run)
+    return lines
+
+
+def _head_tables(run: EvaluatedRun) -> list[str]:
+    lines: list[str] = []
+    for row in run.diagnosis:
         if row.get("walked") is None:
             continue
         rows = []
         for measure, (name, digits) in TRA_MEASURES.items():
+            if measure == "counted" and row.get("counted") in (None, row["kept"]):
+                continue  # without a margin
             means = [f"{sum(heads) / len(heads):.{digits}f}" for heads in row[measure]]
             values = [value for heads in row[measure] for value in heads]
             rows.append([name, *means, f"{min(values):.{digits}f} … {max(values):.{digits}f}"])

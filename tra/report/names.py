@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from tra.runs import mechanism_of, settings_of
+
 # In the order of tables. Okabe and Ito's palette for TRA and the paper's rivals; shades near it for the others.
 _MECHANISMS = {
     "tra": ("TRA", "#0072B2"),
@@ -27,6 +31,11 @@ NAMES = {mechanism: name for mechanism, (name, _) in _MECHANISMS.items()}
 
 COLOURS = {mechanism: colour for mechanism, (_, colour) in _MECHANISMS.items()}
 
+UNKNOWN_COLOUR = "#7F7F7F"
+"""The colour of a mechanism that is not one of ours."""
+
+_VIOLET = "#8E24AA"
+
 FAILURES = {
     "negative_mass": "mass on keys of negative content score",
     "reversed": "pairs of keys not in the order of content; dropped pairs count as in order",
@@ -36,9 +45,36 @@ FAILURES = {
 """What goes wrong in attention, by the names that diagnose.jsonl has."""
 
 
-def name_of(mechanism: str) -> str:
-    """Return what people call a mechanism, or its own name if it is not one of ours."""
-    return NAMES.get(mechanism, mechanism)
+def name_of(variant: str) -> str:
+    """Return what people call a variant: `TRA`, `TRA, margin ∞`. A mechanism that is not one of ours keeps its name."""
+    mechanism = mechanism_of(variant)
+    settings = variant[len(mechanism) :].replace("-", "−").replace("inf", "∞")
+    return NAMES.get(mechanism, mechanism) + settings
+
+
+def table_order(variants: Iterable[str]) -> list[str]:
+    """Return variants in the order of tables: by mechanism, ours first, then by threshold and margin."""
+    found = list(dict.fromkeys(variants))
+    mechanisms = [*NAMES, *map(mechanism_of, found)]
+    return sorted(found, key=lambda variant: (mechanisms.index(mechanism_of(variant)), settings_of(variant)))
+
+
+def colours_of(variants: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each variant: a mechanism's own for its first, and shades of violet for the others."""
+    by_mechanism: dict[str, list[str]] = {}
+    for variant in table_order(variants):
+        by_mechanism.setdefault(mechanism_of(variant), []).append(variant)
+    return {
+        variant: _mixed(COLOURS.get(mechanism, UNKNOWN_COLOUR), number / max(1, len(found) - 1))
+        for mechanism, found in by_mechanism.items()
+        for number, variant in enumerate(found)
+    }
+
+
+def _mixed(colour: str, share: float) -> str:
+    """Return a colour with a share of violet."""
+    pairs = ((int(colour[at : at + 2], 16), int(_VIOLET[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(own + share * (violet - own)):02X}" for own, violet in pairs)
 
 
 def overlap_text(text: str, overlap: str) -> str:

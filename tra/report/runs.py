@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tra.report.names import NAMES
-from tra.runs import RunFolder, is_finite, row_problem
+from tra.report.names import table_order
+from tra.runs import RunFolder, is_finite, row_problem, variant_of
 
 Row = dict[str, Any]
 
@@ -47,6 +47,11 @@ class EvaluatedRun:
     @property
     def mechanism(self) -> str:
         return self.config["model"]["mechanism"]
+
+    @property
+    def variant(self) -> str:
+        """What is compared: the mechanism, with its threshold and margin where these are not 0."""
+        return variant_of(self.config["model"])
 
     @property
     def seed(self) -> int:
@@ -121,15 +126,15 @@ def read_run(folder: Path) -> EvaluatedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[EvaluatedRun]:
-    """Return runs of one task, evaluated alike, each mechanism and seed once. A ValueError where they aren't."""
+    """Return runs of one task, evaluated alike, each variant and seed once. A ValueError where they aren't."""
     if not folders:
         raise ValueError("name at least one run folder")
     runs: dict[tuple[str, int], EvaluatedRun] = {}
     for folder in folders:
         run = read_run(folder)
-        if (run.mechanism, run.seed) in runs:
-            raise ValueError(f"two runs of {run.mechanism} with seed {run.seed}: name one of them")
-        runs[run.mechanism, run.seed] = run
+        if (run.variant, run.seed) in runs:
+            raise ValueError(f"two runs of {run.variant} with seed {run.seed}: name one of them")
+        runs[run.variant, run.seed] = run
     found = list(runs.values())
     if len({json.dumps(run.config["task"]) for run in found}) > 1:
         raise ValueError("the runs learnt different tasks: report one task at a time")
@@ -138,12 +143,11 @@ def read_runs(folders: Sequence[Path]) -> list[EvaluatedRun]:
     return found
 
 
-def by_mechanism(runs: Sequence[EvaluatedRun]) -> dict[str, list[EvaluatedRun]]:
-    """Return the runs of each mechanism by rising seed, mechanisms in the order of tables."""
-    order = [*NAMES, *(run.mechanism for run in runs)]
-    found: dict[str, list[EvaluatedRun]] = {}
-    for run in sorted(runs, key=lambda run: (order.index(run.mechanism), run.seed)):
-        found.setdefault(run.mechanism, []).append(run)
+def by_variant(runs: Sequence[EvaluatedRun]) -> dict[str, list[EvaluatedRun]]:
+    """Return the runs of each variant by rising seed, variants in the order of tables."""
+    found: dict[str, list[EvaluatedRun]] = {variant: [] for variant in table_order(run.variant for run in runs)}
+    for run in sorted(runs, key=lambda run: run.seed):
+        found[run.variant].append(run)
     return found
 
 
@@ -197,6 +201,10 @@ def _check_config(config: Any) -> None:
         part = config.get(section) if isinstance(config, dict) else None
         if not isinstance(part, dict) or not isinstance(part.get(key), kind):
             raise ValueError(f"config.json is damaged: no {section}.{key}")
+    for key in ("threshold", "margin"):  # which configs of former versions don't have
+        value = config["model"].get(key, 0)
+        if not is_finite(value) and (key, value) != ("margin", "inf"):
+            raise ValueError(f"config.json is damaged: model.{key} is not a number")
     if not isinstance(config["task"].setdefault("arguments", {}), dict):
         raise ValueError("config.json is damaged: task.arguments is not an object")
 

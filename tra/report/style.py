@@ -1,10 +1,14 @@
-"""Give all figures one style: colour-blind safe, and each mechanism the same colour, marker and line everywhere."""
+"""Give all figures one style: colour-blind safe, and each mechanism the same colour, marker and line everywhere.
+
+Further variants of a mechanism in a figure, such as TRA with a margin, have others.
+"""
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,8 @@ import matplotlib.pyplot as plt
 from PIL import Image
 
 from tra.report.curves import Curve
-from tra.report.names import COLOURS, NAMES, name_of
-from tra.runs import write_atomically
+from tra.report.names import NAMES, colours_of, name_of, table_order
+from tra.runs import mechanism_of, write_atomically
 
 SETTINGS: Any = {
     "figure.dpi": 150,
@@ -38,6 +42,7 @@ MAX_LINES = 6
 _MARKERS = "osD^vP*X<>phd8Hs"
 _LINES: tuple[Any, ...] = ("--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
+_VARIANT_HATCHES = ("||", "--", "oo")
 
 
 def styled() -> Any:
@@ -88,39 +93,59 @@ def legend_above(axes: Any, columns: int = 1, **handles: Any) -> None:
     axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.3, ncols=columns, **handles)
 
 
-def colour_of(mechanism: str) -> str:
-    return COLOURS.get(mechanism, "#000000")
+def line_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return how the line of each variant is drawn, and its label. Variants of one mechanism differ in all of it."""
+    variants = table_order(variants)
+    colours, counts = colours_of(variants), _counts(variants)
+    firsts = {_MARKERS[_number(variant) % len(_MARKERS)] for variant in variants}
+    free = itertools.cycle([marker for marker in reversed(_MARKERS) if marker not in firsts] or _MARKERS)
+    styles = {}
+    for variant in variants:
+        number, count = _number(variant), counts[variant]
+        is_solid = number == count == 0  # TRA's first
+        styles[variant] = {
+            "color": colours[variant],
+            "marker": next(free) if count else _MARKERS[number % len(_MARKERS)],
+            "linestyle": "-" if is_solid else _LINES[(number + count) % len(_LINES)],
+            "markersize": 4,
+            "linewidth": 1.4,
+            "label": name_of(variant),
+        }
+    return styles
 
 
-def line_style(mechanism: str) -> dict[str, Any]:
-    """Return how a mechanism's line is drawn, and its label."""
-    number = _number(mechanism)
-    return {
-        "color": colour_of(mechanism),
-        "marker": _MARKERS[number % len(_MARKERS)],
-        "linestyle": "-" if mechanism == "tra" else _LINES[number % len(_LINES)],
-        "markersize": 4,
-        "linewidth": 1.4,
-        "label": name_of(mechanism),
-    }
-
-
-def bar_hatch(mechanism: str) -> str:
-    """Return the pattern of a bar, which differs between TRA and the paper's rivals."""
+def bar_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return how bars are drawn. The paper's rivals, and variants of one mechanism, differ in pattern."""
+    variants = table_order(variants)
+    colours, counts = colours_of(variants), _counts(variants)
     order = ["tra", "rope", "forgetting", "cope"]
-    return _HATCHES[order.index(mechanism) if mechanism in order else 4 + _number(mechanism) % 2]
+    styles = {}
+    for variant in variants:
+        mechanism, count = mechanism_of(variant), counts[variant]
+        hatch = _HATCHES[order.index(mechanism) if mechanism in order else 4 + _number(variant) % 2]
+        hatch = _VARIANT_HATCHES[(count - 1) % len(_VARIANT_HATCHES)] if count else hatch
+        styles[variant] = {"color": colours[variant], "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+    return styles
 
 
-def _number(mechanism: str) -> int:
+def _counts(variants: Sequence[str]) -> dict[str, int]:
+    """Return how many variants of the same mechanism stand before each."""
+    mechanisms = [mechanism_of(variant) for variant in variants]
+    return {variant: mechanisms[:place].count(mechanisms[place]) for place, variant in enumerate(variants)}
+
+
+def _number(variant: str) -> int:
+    mechanism = mechanism_of(variant)
     return list(NAMES).index(mechanism) if mechanism in NAMES else len(NAMES)
 
 
-def split_into_panels(mechanisms: Sequence[str]) -> list[list[str]]:
-    """Return the mechanisms of each panel: all in one, or where they are many four each, with TRA to compare with."""
-    if len(mechanisms) <= MAX_LINES:
-        return [list(mechanisms)]
-    panels = [list(mechanisms[first : first + 4]) for first in range(0, len(mechanisms), 4)]
-    return [panel if "tra" in panel or "tra" not in mechanisms else ["tra", *panel] for panel in panels]
+def split_into_panels(variants: Sequence[str]) -> list[list[str]]:
+    """Return the variants of each panel: all in one, or where they are many four each, with TRA to compare with."""
+    if len(variants) <= MAX_LINES:
+        return [list(variants)]
+    panels = [list(variants[first : first + 4]) for first in range(0, len(variants), 4)]
+    base = [variant for variant in variants if mechanism_of(variant) == "tra"][:1]
+    return [panel if not base or base[0] in panel else [*base, *panel] for panel in panels]
 
 
 def length_ticks(axes: Any, lengths: Sequence[int]) -> None:

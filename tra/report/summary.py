@@ -1,4 +1,4 @@
-"""Write README.md and figures of runs of one task, one run per mechanism."""
+"""Write README.md and figures of runs of one task, one run per variant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tra.runs import exact_text, length_text, write_atomically
 
 def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     """Write README.md and the figures, and return their paths."""
-    runs = {run.mechanism: run for run in runs_read}
+    runs = {run.variant: run for run in runs_read}
     out.mkdir(parents=True, exist_ok=True)
     readme, exact = out / "README.md", out / "exact-match.png"
     write_atomically(readme, summary_text(runs))
@@ -25,7 +25,7 @@ def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
 
 
 def summary_text(runs: dict[str, EvaluatedRun]) -> str:
-    """Return Markdown: exact match by test set and mechanism, figures, and the facts of each run."""
+    """Return Markdown: exact match by test set and variant, figures, and the facts of each run."""
     every = list(runs.values())
     rows = [
         [row["split"], length_text(row), f"{row['examples']:,}", *(exact_text(run.evaluation[index]) for run in every)]

@@ -26,6 +26,7 @@ from tra.runs.replacing import (
 )
 from tra.runs.row_checks import is_finite, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
+from tra.runs.variants import mechanism_of, settings_of, variant_of
 
 __all__ = [
     "LEVELS",
@@ -47,6 +48,7 @@ __all__ = [
     "length_text",
     "locked_folder_beside",
     "mean_over_heads",
+    "mechanism_of",
     "name_in_errors",
     "new_locked_folder",
     "perplexity_ratio",
@@ -57,6 +59,8 @@ __all__ = [
     "remove_unlocked_folder",
     "replace_folder",
     "row_problem",
+    "settings_of",
+    "variant_of",
     "weights_of",
     "wilson_interval",
     "write_arrays",

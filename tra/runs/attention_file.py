@@ -19,7 +19,7 @@ MAX_BYTES = 512 * 2**20
 
 ARRAYS = dict.fromkeys(("symbols", "row_symbols"), ("U", 1))
 ARRAYS |= dict.fromkeys(("rows", "columns", "marked", "layers", "heads"), ("iu", 1))
-ARRAYS |= {"weights": ("u", 4), "content": ("f", 4), "distances": ("u", 4), "null": ("b", 3)}
+ARRAYS |= {"weights": ("u", 4), "content": ("f", 4), "distances": ("u", 4), "uncounted": ("b", 4), "null": ("b", 3)}
 ARRAYS |= {"mechanism": ("U", 0), "title": ("U", 0)}
 """Kinds of dtype and number of dimensions of each array."""
 
@@ -36,9 +36,12 @@ class AttentionMaps(NamedTuple):
     heads: npt.NDArray[np.int64]  # [H]
     weights: npt.NDArray[np.uint8]  # [L, H, R, C]: 0 is not seen or dropped, 1 … 64 by the square root
     content: npt.NDArray[np.float16]  # [L, H, R, C]: scores before position, 0 where a key is not seen
-    distances: npt.NDArray[np.uint16]  # [L, H, R, C]: of TRA kept keys from j to i, else i - j + 1; 0 where not kept
+    distances: npt.NDArray[np.uint16]  # [L, H, R, C]: n_ij of TRA, else i - j + 1; 0 where not kept
+    uncounted: npt.NDArray[
+        np.bool_
+    ]  # [L, H, R, C]: keys inside TRA's margin, which are kept and don't count as distance
     null: npt.NDArray[np.bool_]  # [L, H, R]: queries that keep no key of the whole sequence, shown or not
-    mechanism: str
+    mechanism: str  # with threshold and margin, as `variant_of` names it
     title: str
 
 
@@ -49,13 +52,15 @@ def read_attention(path: Path) -> AttentionMaps:
     try:
         _check_headers(path)
         with np.load(path) as arrays:
-            found: dict[str, Any] = {name: arrays[name] for name in AttentionMaps._fields}
+            found: dict[str, Any] = {name: arrays[name] for name in AttentionMaps._fields if name in arrays}
     except (KeyError, ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
         raise ValueError(f"{path} is not a file of tra attend: {' '.join(str(error).split())[:300]}") from None
+    found.setdefault("uncounted", np.zeros(found["weights"].shape, bool))
     maps = AttentionMaps(**found | {name: str(found[name]) for name in ("mechanism", "title")})
     shape = tuple(len(part) for part in (maps.layers, maps.heads, maps.rows, maps.columns))
-    for name, expected in (("weights", shape), ("content", shape), ("distances", shape), ("null", shape[:3])):
-        if found[name].shape != expected:
+    for name, (_, dimensions) in ARRAYS.items():
+        expected = shape[:dimensions]
+        if dimensions > 2 and found[name].shape != expected:
             raise ValueError(f"{path} is damaged: its {name} are {found[name].shape}, expected {expected}")
     return maps
 
@@ -65,6 +70,8 @@ def _check_headers(path: Path) -> None:
     total = 0
     with zipfile.ZipFile(path) as file:
         for name, (kinds, dimensions) in ARRAYS.items():
+            if name == "uncounted" and f"{name}.npy" not in file.namelist():
+                continue  # a file of a former version
             with file.open(f"{name}.npy") as stream:
                 version = np.lib.format.read_magic(stream)
                 if version == (1, 0):

@@ -26,7 +26,18 @@ OPTIONAL_NUMBERS = ("low", "high", "tokens", "documents", "word_perplexity", "by
                     "tokens_per_second", "accuracy", "exact", "seconds", "seed")  # fmt: skip
 """Numbers that a row may have, or null."""
 
-GRIDS = ("negative_mass", "reversed", "reversed_kept", "lifted", "kept", "null", "log_forget", "reach", "walked")
+GRIDS = (
+    "negative_mass",
+    "reversed",
+    "reversed_kept",
+    "lifted",
+    "kept",
+    "counted",
+    "null",
+    "log_forget",
+    "reach",
+    "walked",
+)
 """Measures `[layer][head]` that a row may have, or null."""
 
 LISTS = {"by_position": 3, "by_document": 2}

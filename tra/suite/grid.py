@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     name: str
     config: RunConfig
     row: str = ""
-    """Row of the table, common to all seeds; the mechanism's name by default."""
+    """Row of the table, common to all seeds; by default the mechanism, as in `tra, margin 2`."""
 
     @property
     def digest(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tra.runs import RunFolder, read_rows
+from tra.runs import RunFolder, read_rows, variant_of
 from tra.suite.grid import Cell, Part, Suite
 from tra.suite.state import is_done
 
@@ -54,7 +54,7 @@ def _entries(name: str, part: Part, out: Path, is_finished: Callable[[Path], boo
 
 def row_of(cell: Cell) -> str:
     """Return the row of a cell."""
-    return cell.row or cell.config.model.mechanism
+    return cell.row or variant_of(asdict(cell.config.model))
 
 
 def _measurements(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:

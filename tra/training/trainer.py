@@ -241,7 +241,7 @@ class Trainer:
         return metrics
 
     def _statistics(self) -> dict[str, list[list[float]]]:
-        """Return TRA's kept fraction, null rate and mean δ by layer and head, on a few sequences of the batch."""
+        """Return `Decoder.statistics` by name, layer and head, on a few sequences of the batch."""
         rows = max(1, STATISTICS_TOKENS // self.batch.tokens.shape[1])
         self.model.eval()
         layers = self.model.statistics(self.batch.tokens[:rows, :STATISTICS_LENGTH])

@@ -11,12 +11,14 @@ from tra.report import curves
 from tra.report.curves import Curve, Level, Runs, Split
 from tra.report.groups import Section
 from tra.report.names import FAILURES, overlap_text, training_title
+from tra.runs import settings_of
 
 MAX_POINTS = 250
 """Points of a training curve."""
 
 DIAGNOSES = FAILURES | {
     "kept": "share of keys kept",
+    "counted": "share of keys that count as distance",
     "null": "share of queries that keep no key",
     "reach": "reach, tokens",
 }
@@ -42,6 +44,8 @@ def charts(section: Section) -> list[dict[str, Any]]:
     for text, splits in _diagnosed_splits(section).items():
         measures = []
         for name, title in DIAGNOSES.items():
+            if name == "counted" and not any(settings_of(group.variant)[1] for group in section.groups):
+                continue  # equal to the share of keys kept
             if lines := _lines_by_length(section, splits, partial(curves.diagnosis, name)):
                 measures.append(_measure(name, title, lines))
         if measures:

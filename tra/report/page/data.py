@@ -11,15 +11,12 @@ from typing import Any
 
 import tra
 from tra.report.groups import Section, sort_runs
-from tra.report.names import COLOURS
+from tra.report.names import colours_of
 from tra.report.page.charts import charts
 from tra.report.page.maps import encode_maps, fit_maps, read_maps
 from tra.report.page.summary import summary
 from tra.report.page.tables import tables
 from tra.report.runs import EvaluatedRun, Problem, load_runs
-
-UNKNOWN = "#7F7F7F"
-"""The colour of a mechanism that is not one of ours."""
 
 
 def page_data(folders: Sequence[Path], out: Path) -> tuple[dict[str, Any], list[Problem]]:
@@ -51,6 +48,7 @@ def page_data(folders: Sequence[Path], out: Path) -> tuple[dict[str, Any], list[
 
 def _section(section: Section, maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
     mechanisms = [group.mechanism for group in section.groups]
+    colours = colours_of(group.variant for group in section.groups)
     labelled = [(run, f"{group.label}, seed {run.seed}") for group in section.groups for run in group.runs]
     return {
         "title": section.title,
@@ -58,7 +56,7 @@ def _section(section: Section, maps: dict[str, dict[str, Any]]) -> dict[str, Any
         "groups": [
             {
                 "label": group.label,
-                "colour": COLOURS.get(group.mechanism, UNKNOWN),
+                "colour": colours[group.variant],
                 "variant": mechanisms[:number].count(group.mechanism),
             }
             for number, group in enumerate(section.groups)

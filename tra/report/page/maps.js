@@ -21,6 +21,7 @@ function decoded(map) {
     weights: bytes(map.weights),
     content: pairs(map.content),
     distances: pairs(map.distances),
+    uncounted: bytes(map.uncounted), // empty where every key that stays counts
     nothing: bytes(map.null),
   };
   return map.arrays;
@@ -41,20 +42,37 @@ function cellText(map, layer, head, row, column) {
   if (level === 0) return `${first}\nscore ${score}\ndistance: not counted\nweight 0: dropped`;
   const weight = ((level - 1) / 63) ** 2;
   const weightText = weight < 0.0005 ? "below 0.0005" : weight.toFixed(3);
-  return `${first}\nscore ${score}\ndistance ${count(arrays.distances[place])}\nweight ${weightText}`;
+  const margin = arrays.uncounted[place] ? ", doesn't count itself" : "";
+  return `${first}\nscore ${score}\ndistance ${count(arrays.distances[place])}${margin}\nweight ${weightText}`;
 }
 
-// The cells of a head: weights by their square root, texts, and the rows that keep no key.
+// The cells of a head: weights by their square root, texts, keys that stay without counting, and the rows that keep no key.
 function mapGrid(map, layer, head) {
-  const { weights, nothing } = decoded(map);
+  const { weights, uncounted, nothing } = decoded(map);
   const columns = map.columns.length;
   const start = (layer * map.heads.length + head) * map.rows.length;
   const level = (row, column) => weights[(start + row) * columns + column];
   const grid = (cell) => map.rows.map((_, row) => map.columns.map((_, column) => cell(row, column)));
   return {
     z: grid((row, column) => (level(row, column) ? (level(row, column) - 1) / 63 : null)),
+    inside: grid((row, column) => uncounted[(start + row) * columns + column] === 1),
     text: grid((row, column) => plain(cellText(map, layer, head, row, column))),
     nothing: map.rows.map((_, row) => row).filter((row) => nothing[start + row]),
+  };
+}
+
+// Small frames around the keys that stay without counting; `size` is the width of a cell in pixels.
+function frames(inside, size) {
+  const marker = { symbol: "square-open", color: colourOf("quiet"), opacity: 0.55, size: Math.max(2, 0.6 * size) };
+  const cells = inside.flatMap((cells, row) => cells.flatMap((cell, column) => (cell ? [[row, column]] : [])));
+  return {
+    type: "scatter",
+    mode: "markers",
+    x: cells.map(([, column]) => column),
+    y: cells.map(([row]) => row),
+    marker: { ...marker, line: { width: 1 } },
+    hoverinfo: "skip",
+    showlegend: false,
   };
 }
 
@@ -138,7 +156,7 @@ function mapPanel(section, first) {
     return { ...band(chosen.row), x0: x - 0.5, x1: x + 0.5, line: { color: "#D55E00", width: 2 } };
   }
   function draw() {
-    const { nothing, ...grid } = mapGrid(map(), chosen.layer, chosen.head);
+    const { nothing, inside, ...grid } = mapGrid(map(), chosen.layer, chosen.head);
     const layout = mapLayout(map(), plot.clientWidth, nothing);
     const tint = { fillcolor: "rgba(230,159,0,0.28)", line: { width: 0 }, layer: "above" };
     layout.shapes = nothing.map((row) => ({ ...band(row), ...tint, xref: "paper", x0: 0, x1: 1 }));
@@ -147,9 +165,12 @@ function mapPanel(section, first) {
     const colorbar = { ...ticks, thickness: 10, outlinewidth: 0, title: { text: "weight", font: { size: 11 } }, len: 0.9 };
     const colours = { zmin: 0, zmax: 1, colorscale: THEME.dark ? SCALES.dark : SCALES.light, colorbar };
     const trace = { type: "heatmap", ...grid, ...colours, hoverinfo: "text", showscale: plot.clientWidth > 420 };
-    drawPlot(plot, [trace], layout, { plotly_hover: (event) => tell(event.points[0].y, event.points[0].x) });
+    const size = (plot.clientWidth - layout.margin.l - 80) / map().columns.length;
+    const hasMargin = inside.some((cells) => cells.includes(true));
+    drawPlot(plot, hasMargin ? [trace, frames(inside, size)] : [trace], layout, { plotly_hover: (event) => tell(event.points[0].y, event.points[0].x) });
     const due = map().marked.length ? " ▸ an answer is due." : "";
-    caption.textContent = `${map().title}.${due}${nothing.length ? " ∅ keeps no key." : ""}`;
+    const margin = hasMargin ? " □ stays in the softmax without counting as distance." : "";
+    caption.textContent = `${map().title}.${due}${nothing.length ? " ∅ keeps no key." : ""}${margin}`;
     tell(chosen.row, chosen.column);
   }
   plot.addEventListener("keydown", (event) => {

@@ -14,6 +14,9 @@ import numpy.typing as npt
 from tra.report.runs import EvaluatedRun, Problem, one_line
 from tra.runs import AttentionMaps, RunFolder, read_attention
 
+CELLS = ("weights", "content", "distances", "uncounted")
+"""Arrays with a number for every query and key."""
+
 MAX_MAPS = 12
 WINDOWS = (96, 64, 48, 32)
 """Most queries and keys of a map: the first of these with which all maps fit."""
@@ -22,7 +25,7 @@ MAX_BYTES = 6_000_000
 """Of all maps together, before base64."""
 
 BYTES_PER_CELL = 5
-"""Weight, score and distance."""
+"""Weight, score and distance; a sixth says which keys stay without counting, where there are any."""
 
 
 def read_maps(runs: Sequence[EvaluatedRun]) -> tuple[dict[str, AttentionMaps], list[Problem]]:
@@ -73,6 +76,7 @@ def encode_maps(maps: AttentionMaps) -> dict[str, Any]:
         "weights": _base64(maps.weights, "u1"),
         "content": _base64(maps.content, "<f2"),
         "distances": _base64(maps.distances, "<u2"),
+        "uncounted": _base64(maps.uncounted, "u1") if maps.uncounted.any() else "",
         "null": _base64(maps.null, "u1"),
     }
 
@@ -82,7 +86,7 @@ def _cut(maps: AttentionMaps, size: int) -> AttentionMaps:
     rows = slice(max(0, len(maps.rows) - size), None)
     end = max(1, int((maps.columns <= maps.rows[-1]).sum()))
     columns = slice(max(0, end - size), end)
-    cells = {name: getattr(maps, name)[:, :, rows, columns] for name in ("weights", "content", "distances")}
+    cells = {name: getattr(maps, name)[:, :, rows, columns] for name in CELLS}
     return maps._replace(
         rows=maps.rows[rows],
         row_symbols=maps.row_symbols[rows],
@@ -94,7 +98,7 @@ def _cut(maps: AttentionMaps, size: int) -> AttentionMaps:
 
 
 def _bytes(maps: AttentionMaps) -> int:
-    return maps.weights.size * BYTES_PER_CELL
+    return maps.weights.size * (BYTES_PER_CELL + bool(maps.uncounted.any()))
 
 
 def _base64(array: npt.NDArray[Any], dtype: str) -> str:

@@ -1,0 +1,43 @@
+"""Name what is compared: a mechanism, with its threshold and margin where these are not 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?"
+_VARIANT = re.compile(
+    rf"(?P<mechanism>.*?)(?:, threshold (?P<threshold>{_NUMBER}))?(?:, margin (?P<margin>{_NUMBER}|inf))?", re.DOTALL
+)
+
+
+def variant_of(model: Mapping[str, Any]) -> str:
+    """Return the variant that a config's section `model` describes: `tra`, or `tra, threshold -1, margin inf`.
+
+    Configs of former versions have neither threshold nor margin, which then are 0.
+    """
+    variant: str = model["mechanism"]
+    for name in ("threshold", "margin"):
+        value = float(model.get(name) or 0)
+        if value:
+            short = f"{value:g}"
+            variant += f", {name} {short if float(short) == value else repr(value)}"
+    return variant
+
+
+def mechanism_of(variant: str) -> str:
+    """Return the mechanism of a variant."""
+    return _parts(variant)["mechanism"] or ""
+
+
+def settings_of(variant: str) -> tuple[float, float]:
+    """Return threshold and margin of a variant."""
+    parts = _parts(variant)
+    return float(parts["threshold"] or 0), float(parts["margin"] or 0)
+
+
+def _parts(variant: str) -> dict[str, str | None]:
+    match = _VARIANT.fullmatch(variant)
+    assert match is not None  # every text is a mechanism with nothing behind it
+    return match.groupdict()
