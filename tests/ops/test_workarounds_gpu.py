@@ -20,7 +20,7 @@ from tra.ops.options import AttentionOptions
 from tra.ops.triton import block_shapes, decode
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (54, 103, 200, 257, 512, 700, 1100, 2500)
+LENGTHS = (54, 257, 1100, 2500)
 
 
 def still_needed(plain_is_right: bool) -> None:
@@ -115,7 +115,7 @@ def test_flex_attention_at_any_length() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     right = []
-    for length in (63, 100, 130, 200, 300, 1000):
+    for length in (100, 130, 300):
         query, key, value, _ = Inputs(*(x.detach() for x in exact_inputs(1, n_queries=length, width=64).on("cuda")))
         slope = torch.rand(2, 2, length, device="cuda")  # per query, as gates are
 
