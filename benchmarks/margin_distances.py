@@ -6,6 +6,7 @@ Both forms are trained side by side as plain PyTorch, compiled on a GPU, each ce
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -62,16 +63,15 @@ class OneMoreAttention(MarginAttention):
 FORMS: dict[str, type[DenseAttention]] = {"margin-n": MarginAttention, "margin-n-plus-1": OneMoreAttention}
 
 
-def cells(data: str | None, seeds: Sequence[int] = (0, 1)) -> list[Cell]:
+def cells(data: str | None, tasks: Sequence[str] = tuple(SPLITS), seeds: Sequence[int] = (0, 1)) -> list[Cell]:
     """Return the cells, longest first; those of language where there is a token store."""
     found = []
-    for form in FORMS:
-        if data is not None:
-            changes = [f"task.arguments.data={data}", f"model.mechanism={form}", "evaluate.windows=[128,1024]"]
-            config = preset("wikitext-quick").override([*changes, "train.steps=2500", "train.checkpoint_every=100000"])
-            found.append(Cell(f"language-{form}-0", config))
+    for seed, form in itertools.product(seeds, FORMS if data is not None else ()):
+        changes = [f"task.arguments.data={data}", f"model.mechanism={form}", "evaluate.windows=[128,1024]"]
+        changes += [f"train.seed={seed}", "train.steps=2500", "train.checkpoint_every=100000"]
+        found.append(Cell(f"language-{form}-{seed}", preset("wikitext-quick").override(changes)))
     for task, splits in SPLITS.items():
-        for seed in seeds:
+        for seed in seeds if task in tasks else ():
             for form in FORMS:
                 changes = [f"model.mechanism={form}", f"train.seed={seed}", f"evaluate.splits={json.dumps(splits)}"]
                 config = preset(task).override([*changes, "evaluate.examples_of={}", "train.checkpoint_every=100000"])
@@ -105,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command.parser("margin_distances", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/margin-distances"))
     parser.add_argument("--data", help="a token store for language; without one, the synthetic tasks alone")
+    parser.add_argument("--tasks", nargs="*", default=list(SPLITS), help="synthetic tasks (default: all)")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--cell", type=Path, help="train this one folder (used by the script itself)")
     options = parser.parse_args(arguments)
@@ -112,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = str(command.pick_device(options.device))
     if options.cell is not None:
         return cell.run_cell(options.cell, device)
-    failed = run_all(cells(options.data), options.out, options.jobs, device)
+    failed = run_all(cells(options.data, options.tasks, options.seeds), options.out, options.jobs, device)
     rows = []
     for folder in sorted(path.parent for path in options.out.glob("*/config.json")):
         for name in ("eval.jsonl", "perplexity.jsonl"):

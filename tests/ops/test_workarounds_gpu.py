@@ -20,7 +20,7 @@ from tra.ops.options import AttentionOptions
 from tra.ops.triton import block_shapes, decode
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (54, 257, 1100, 2500)
+LENGTHS = (54, 103, 257, 1100)
 
 
 def still_needed(plain_is_right: bool) -> None:
@@ -64,8 +64,8 @@ def test_rows_that_are_read_back() -> None:
     """Entry 1. Softmax, running sums, counts and entmax: all right at all lengths, forward and backward?"""
     right = []
     for length in LENGTHS:
-        query, key, _, log_forget = exact_inputs(0, n_queries=length).on("cuda")
-        upstream = torch.randn(2, 2, length, length, device="cuda")
+        query, key, _, log_forget = exact_inputs(0, batch=8, heads=4, n_queries=length).on("cuda")
+        upstream = torch.randn(8, 4, length, length, device="cuda")
         for function, inputs in ((plain_map, (query, key, log_forget)), (plain_entmax, (query @ key.mT,))):
             leaves = [x.detach().requires_grad_() for x in inputs]
             found, expected = (
@@ -115,8 +115,9 @@ def test_flex_attention_at_any_length() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     right = []
-    for length in (100, 130, 300):
-        query, key, value, _ = Inputs(*(x.detach() for x in exact_inputs(1, n_queries=length, width=64).on("cuda")))
+    for length, dtype in itertools.product((54, 130, 200), (torch.float32, torch.bfloat16)):
+        drawn = exact_inputs(1, n_queries=length, width=64, dtype=dtype).on("cuda")
+        query, key, value, _ = Inputs(*(x.detach() for x in drawn))
         slope = torch.rand(2, 2, length, device="cuda")  # per query, as gates are
 
         def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, slope: Tensor = slope) -> Tensor:
@@ -130,10 +131,10 @@ def test_flex_attention_at_any_length() -> None:
         leaves = [x.requires_grad_() for x in (query, key, value)]
         place = torch.arange(length, device="cuda")
         bias = -slope[..., None] * (place[:, None] - place)
-        bias = bias.masked_fill(place[:, None] < place, -torch.inf)
+        bias = bias.masked_fill(place[:, None] < place, -torch.inf).to(dtype)
         found = torch.autograd.grad(compiled(attend)(*leaves).square().sum(), leaves)
         expected = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, attn_mask=bias).square().sum(), leaves)
-        right.append(all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(found, expected, strict=True)))
+        right.append(all(torch.allclose(a, b, rtol=5e-2, atol=0.2) for a, b in zip(found, expected, strict=True)))
     still_needed(all(right))
 
 

@@ -37,6 +37,8 @@ class Shape(NamedTuple):
     vocabulary: int = VOCABULARY
     paper: bool = False
     """The authors' block and dropout, as in the paper's cost table; otherwise pre-norm without dropout."""
+    margin: float = 0.0
+    """Of a mechanism that takes one."""
 
 
 GPT2_VOCABULARY = 50_304
@@ -51,7 +53,7 @@ COST_SHAPES = tuple(Shape(size, 64, 256, GPT2_VOCABULARY, paper=True) for size i
 def run_config(mechanism: str, shape: Shape) -> RunConfig:
     """Return a run of that shape on a task of that length, in bfloat16."""
     recipe = {"block": "authors", "dropout": 0.01} if shape.paper else {}
-    model = getattr(DecoderConfig, shape.size)(shape.vocabulary, mechanism=mechanism, **recipe)
+    model = getattr(DecoderConfig, shape.size)(shape.vocabulary, mechanism=mechanism, margin=shape.margin, **recipe)
     return RunConfig(
         TaskConfig("flipflop", {"length": shape.length}),
         model,
@@ -103,7 +105,7 @@ def bench_step(
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         progress(f"{shape.size}: warming up")
-        processes = [_MeasuringProcess(mechanism, shape, device) for mechanism in mechanisms]
+        processes = [MeasuringProcess(mechanism, shape, device) for mechanism in mechanisms]
         try:
             ready = [process for process in processes if process.wait_until_ready()]
             for process in ready:
@@ -122,7 +124,7 @@ def bench_step(
     return {"environment": environment(torch.device(device)), "rows": rows}
 
 
-class _MeasuringProcess:
+class MeasuringProcess:
     """A measurement in a process of its own, which prints `ready` once compiled and measures when it gets a line."""
 
     def __init__(self, mechanism: str, shape: Shape, device: str) -> None:

@@ -85,15 +85,16 @@ def _scores(
     return BlockScores(scores, counted, kept)
 
 
-def _add_distance(block: BlockScores, log_forget: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _add_distance(block: BlockScores, log_forget: Tensor, count: Tensor, itself: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, distances, and the number of counted keys after this block. Overwrites `scores`.
 
-    A distance is 1 + the keys counted to the right.
+    A distance is the number of keys counted to the right, and `itself`: 1, but with a margin 0. Softmax doesn't see
+    the difference, and S + δ would lose S where several keys have distance 1.
     """
     scores, counted, kept = block
     distances = counted.to(scores.dtype).cumsum(-1)
     total = distances[..., -1]
-    distances = (total + count)[..., None].sub(distances).add_(1)
+    distances = (total + count)[..., None].sub(distances).add_(itself)
     logits = scores.addcmul_(log_forget[..., None], distances).masked_fill_(~kept, -torch.inf)
     return logits, distances, count + total
 
@@ -175,6 +176,8 @@ def _walk_forward(
         largest_score = remaining.left_of(index, norm, heads).to(layout.dtype)
         margin_threshold = options.threshold if options.has_margin else None
         bound = log_remaining_weight(rows.log_forget, state.counted_keys, keys_left, largest_score, margin_threshold)
+        if options.has_margin:
+            bound = bound - rows.log_forget  # as all distances are one less
         negligible = bound - state.highest - state.total.log() < math.log(options.tolerance)
         done = ((keys_left == 0) | negligible).all(-1)
         if not bool(done.any()):
@@ -203,7 +206,7 @@ def _step_forward(
 ) -> RunningSoftmax:
     """Return the state after one key block."""
     scores = _scores(layout, walk, index, rows, key, options)
-    logits, _, count = _add_distance(scores, rows.log_forget, state.counted_keys)
+    logits, _, count = _add_distance(scores, rows.log_forget, state.counted_keys, 1 - options.has_margin)
     highest = torch.maximum(state.highest, logits.amax(-1))
     reference = torch.where(highest == -torch.inf, 0.0, highest)
     weights = logits.sub_(reference[..., None]).exp_()
@@ -271,7 +274,8 @@ def _backward(
             active, of_keys = rows.select(on), layout.keys_of(index)
             b_key, b_value = keys[on, of_keys].to(layout.dtype), values[on, of_keys].to(layout.dtype)
             block = _scores(layout, walk, index, active, b_key, options)
-            logits, distances, count[on] = _add_distance(block, active.log_forget, count[on])
+            itself = 1 - options.has_margin
+            logits, distances, count[on] = _add_distance(block, active.log_forget, count[on], itself)
             weights = logits.sub_(b_highest[on][..., None]).exp_().div_(b_total[on][..., None])
             grad_weights = torch.bmm(b_grad_out[on], b_value.mT)  # [n, R, Dv] @ [n, Dv, K] -> [n, R, K]
             used = weights

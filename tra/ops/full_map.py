@@ -45,12 +45,13 @@ def full_attention_map(
     distances = count_from_the_right(counted, dtype)  # keys counted in j..i
     if options.has_margin:
         kept = seen[:, None] & ~(scores <= options.lower_cut)
-        distances = distances + ~counted  # a key counts itself in its distance, in every case
-    else:
-        kept = counted
-    distances = distances * kept
-    weights = softmax_or_nothing(_logits(scores, kept, distances, log_forget))
-    return AttentionMap(weights, kept, distances, scores, counted)
+        right = distances - counted.to(dtype)  # keys counted right of j
+        # Softmax doesn't see that every distance is one less; S + δ would lose S where several keys have distance 1.
+        weights = softmax_or_nothing(_logits(scores, kept, right, log_forget))
+        return AttentionMap(weights, kept, (right + 1) * kept, scores, counted)
+    distances = distances * counted
+    weights = softmax_or_nothing(_logits(scores, counted, distances, log_forget))
+    return AttentionMap(weights, counted, distances, scores, counted)
 
 
 def _logits(scores: Tensor, kept: Tensor, distances: Tensor, log_forget: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def _keys_to_go(
     larger. The estimate is that of `forward_kernel._walk`.
     """
     b_left = (edge - b_first).to(tl.float32)
-    b_decay = b_slope * (b_count + 1.0)
+    b_decay = b_slope * (b_count + 1.0 if MARGIN == NO_MARGIN else b_count)
     b_terms = tl.minimum(tl.maximum(b_left, 1.0), b_geometric)
     if MARGIN != NO_MARGIN:
         b_terms += tl.maximum(b_left, 1.0) * power(tl.minimum(threshold - bound, 0.0), FLOAT32)
@@ -176,6 +176,8 @@ def decode_kernel(
     b_former = tl.full([BM], float("-inf"), tl.float32)
     b_total, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     b_ref = b_total if FIXED_REFERENCE else b_former  # less the slope, as counts are less one
+    # With a margin references leave it out everywhere: several pieces may have distances of 1, and must agree.
+    b_shift = b_slope if MARGIN == NO_MARGIN else b_slope * 0.0
     b_geometric, top = b_slope, (j + 1) * BN
     steps, stopped = j * 0 + LARGE_INDEX, j * 0.0
     o_stats = i_bk.to(tl.int64) * pieces * n_rows
@@ -221,7 +223,7 @@ def decode_kernel(
         if EARLY:
             walked = (top - (j + 1) * BN).to(tl.float32)
             more = _keys_to_go(
-                b_ref + b_slope, b_total, b_former, b_count, b_slope, b_geometric, b_first, (j + 1) * BN, walked,
+                b_ref + b_shift, b_total, b_former, b_count, b_slope, b_geometric, b_first, (j + 1) * BN, walked,
                 bound, threshold, log_tolerance, BN, MARGIN, FLOAT32,
             )  # fmt: skip
             steps = (more * (1.0 / BN)).to(tl.int32) + 1
@@ -238,7 +240,7 @@ def decode_kernel(
     else:
         o_row = o_stats + (former_pieces + i_piece) * n_rows + o_m
         tl.store(PIECE_SUMS + (o_row * DV)[None, :] + o_dv[:, None], b_o, mask=m_o & walks)
-        tl.store(PIECE_STATS + o_row, b_ref + b_slope, mask=m_m)
+        tl.store(PIECE_STATS + o_row, b_ref + b_shift, mask=m_m)
         tl.store(PIECE_STATS + stride_s + o_row, b_total, mask=m_m)
         tl.store(PIECE_STATS + 2 * stride_s + o_row, b_count, mask=m_m)
         tl.store(PIECE_STATS + 3 * stride_s + o_row, b_count * 0.0 + stopped, mask=m_m)
