@@ -26,7 +26,7 @@ suites:
   rivals, rivals-rates    every mechanism on a small task; its learning rates
   lengths, lengths-rates  copy, induct and instruct; their learning rates
   language-rates          learning rates of language models
-  margin, margin-rates    TRA at six margins; their learning rates
+  margin-rates            TRA at six margins and three learning rates
   FILE.py:FUNCTION        your own: a function that returns a suite
 
   tra suite run rivals --jobs 2

@@ -132,8 +132,7 @@ def lengths_rates() -> Suite:
 
 MARGINS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
 MARGIN_TASKS = ("copy-quick", "induct-quick", "flipflop-quick", "instruct-quick", "mqar-quick")
-MARGIN_RATES: dict[str, dict[float, float]] = {}
-"""Learning rates of `margin`, by task and margin: those with the lowest final training loss in `margin-rates`."""
+SEARCHED_MARGIN_RATES = (3e-4, 1e-3, 3e-3)
 
 
 def _margin_cell(task: str, margin: float, rate: float, seed: int, *changes: str) -> Cell:
@@ -142,16 +141,8 @@ def _margin_cell(task: str, margin: float, rate: float, seed: int, *changes: str
     return Cell(f"{task}-{margin:g}-{rate:g}-{seed}", config, f"margin {margin:g}")
 
 
-def margin() -> Suite:
-    """TRA at six margins on the quick tasks, four seeds, at the rates of `margin-rates`."""
-    return {
-        task: Part([_margin_cell(task, margin, rates[margin], seed) for seed in SEEDS for margin in MARGINS])
-        for task, rates in MARGIN_RATES.items()
-    }
-
-
 def margin_rates() -> Suite:
-    """The same at three learning rates, from a seed that `margin` doesn't use, judged by their training loss."""
+    """TRA at six margins on the quick tasks, at three learning rates: judged by their training loss."""
     few = ("evaluate.examples=200", "evaluate.examples_of={}", 'evaluate.splits=["iid"]')
     return {
         task: Part(
@@ -161,7 +152,6 @@ def margin_rates() -> Suite:
     }
 
 
-SEARCHED_MARGIN_RATES = (3e-4, 1e-3, 3e-3)
 SEEDS = (0, 1, 2, 3)
 
 
@@ -241,7 +231,6 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "lengths": lengths,
     "lengths-rates": lengths_rates,
     "language-rates": language_rates,
-    "margin": margin,
     "margin-rates": margin_rates,
 }
 
