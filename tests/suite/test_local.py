@@ -44,11 +44,8 @@ def cell(mechanism: str, steps: int = 4, seed: int = 0) -> Cell:
 def test_every_suite_names_its_cells_once(name: str) -> None:
     found = cells(name)
     assert len({cell.name for cell in found}) == len({cell.folder for cell in found}) == len(found)
-    some = {
-        "language-rates": {"tra", "rope", "forgetting", "cope"},
-        "lengths": {"tra", "rope"},
-        "margin-rates": {"tra"},
-    }
+    named = {"tra", "rope", "forgetting", "cope"}
+    some = {"paper-rates": named, "language-rates": named, "lengths": {"tra", "rope"}, "margin-rates": {"tra"}}
     everyone = some.get(name, some.get(name.removesuffix("-rates"), set(MECHANISMS)))
     assert {cell.config.model.mechanism for cell in found} == everyone
     assert all(cell.config == cell.config.resolved() for cell in found)

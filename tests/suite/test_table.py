@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from tests.suite.test_local import cell
 from tra.cli.suite_view import SuiteView
 from tra.runs import RunFolder, write_rows
 from tra.suite.cell_process import Report
-from tra.suite.grid import Part
-from tra.suite.table import as_csv, as_json, as_markdown, table
+from tra.suite.grid import Part, Suite
+from tra.suite.suites import RATES, SEARCHED_RATES
+from tra.suite.table import as_csv, as_json, as_markdown, best_rates, final_loss, table
 
 
 def written(out: Path) -> dict[str, Part]:
@@ -75,6 +77,55 @@ def test_cost_is_a_step_and_a_ratio(tmp_path: Path) -> None:
     found = {(entry.row, entry.column): entry.mean for entry in table(suite, tmp_path, exists)}
     assert found["tiny, tra", "ms a step"] == pytest.approx(1e3 * 64 * 16 / 768)
     assert found["tiny, tra", "over RoPE's"] == 1.0
+
+
+def search(out: Path, losses: dict[tuple[str, float], list[float]]) -> Suite:
+    """Write a run for each final loss, by mechanism and rate; seeds count up."""
+    cells = []
+    for (mechanism, rate), found in losses.items():
+        for seed, loss in enumerate(found):
+            one = cell(mechanism, seed=seed)
+            one = one._replace(config=one.config.override([f"optim.lr={rate}"]), name=f"{mechanism}-{rate}-{seed}")
+            run = RunFolder(out / one.folder)
+            run.start(one.config, resume=True, overwrite=False)
+            rows = [{"step": step, "loss": 9.0 if step < 18 else loss + step - 18.5} for step in range(20)]
+            write_rows(run.metrics_file, rows)
+            cells.append(one)
+    return {"search": Part(cells, "rate")}
+
+
+def test_a_search_names_the_best_rate_and_says_when_it_is_at_an_edge(tmp_path: Path) -> None:
+    """The loss is the mean of the last tenth of the log, here of two lines, and the mean over seeds decides."""
+    losses = {
+        ("tra", 3e-3): [0.5, 0.9],
+        ("tra", 3e-4): [0.6, 0.6],
+        ("tra", 1e-3): [0.1, 1.2],
+        ("rope", 3e-4): [0.3],
+        ("rope", 1e-3): [0.2],
+        ("rope", 3e-3): [0.4],
+    }
+    suite = search(tmp_path, losses)
+    entries = table(suite, tmp_path, exists)
+    assert best_rates(entries, "search") == {"tra": (3e-4, True), "rope": (1e-3, False)}
+    text = as_markdown(entries, suite)
+    assert "| | seeds | 0.0003 | 0.001 | 0.003 |" in text
+    assert "| rope | 1 of 1 | 0.3 | 0.2 | 0.4 |" in text
+    assert "Best rates: tra 0.0003, rope 0.001." in text
+    assert "Best at an edge, so that a wider search may find better ones: tra." in text
+    assert "at an edge" not in as_markdown([e for e in entries if e.row == "rope"], suite)
+
+
+def test_rates_of_rivals_are_those_that_the_committed_search_found(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parents[2] / "results/rivals/rates.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    entries = []
+    for file in tmp_path.rglob("metrics.jsonl"):
+        config = json.loads((file.parent / "config.json").read_text())
+        loss = final_loss(RunFolder(file.parent))
+        entries.append((config["model"]["mechanism"], config["optim"]["lr"], loss))
+    for mechanism, rate in RATES.items():
+        sums = {x: sum(loss for name, lr, loss in entries if (name, lr) == (mechanism, x)) for x in SEARCHED_RATES}
+        assert min(sums, key=sums.__getitem__) == rate, mechanism
 
 
 def test_the_screen_shows_what_is_known(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from tra import unknown_name
 from tra.config import RunConfig, differences
 
-Measure = Literal["exact", "perplexity", "cost"]
+Measure = Literal["exact", "perplexity", "cost", "rate"]
 
 
 class Cell(NamedTuple):
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     cells: list[Cell]
     measure: Measure = "exact"
-    """Exact match by split, perplexity by text and window, or milliseconds of a training step."""
+    """Exact match by split, perplexity by text and window, milliseconds of a training step, or final loss by rate."""
 
 
 Suite = dict[str, Part]

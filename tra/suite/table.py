@@ -66,10 +66,28 @@ def _measurements(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
             f"{row['text']}, {row['window']:,}": row["perplexity"]
             for row in read_rows(run.perplexity_file, ("text", "window", "perplexity"))
         }
+    if part.measure == "rate":
+        return {f"{cell.config.optim.lr:g}": final_loss(run)}
     rows = read_rows(run.metrics_file)
     size = cell.config.train.batch_size * cell.config.task.build().size("train")
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]  # the first line includes compilation
     return {"ms a step": 1e3 * size / statistics.median(speeds)}
+
+
+def final_loss(run: RunFolder) -> float:
+    """Return the training loss of a run: the mean of the last tenth of its log, at least of one line."""
+    losses = [row["loss"] for row in read_rows(run.metrics_file, ("loss",))]
+    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+
+
+def best_rates(entries: Sequence[Entry], part: str) -> dict[str, tuple[float, bool]]:
+    """Return, by row, the learning rate with the lowest final loss, mean over seeds, and whether it is at an edge."""
+    found: dict[str, dict[float, float]] = {}
+    for entry in entries:
+        if entry.part == part:
+            found.setdefault(entry.row, {})[float(entry.column)] = entry.mean
+    best = {row: min(losses, key=losses.__getitem__) for row, losses in found.items()}
+    return {row: (rate, rate in (min(found[row]), max(found[row]))) for row, rate in best.items()}
 
 
 def _ratios(name: str, values: dict[tuple[str, str], list[float]]) -> list[Entry]:
@@ -89,8 +107,13 @@ def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
     lines: list[str] = []
     for name, part in suite.items():
         of_part = [entry for entry in entries if entry.part == name]
-        rows = {row_of(cell): len([c for c in part.cells if row_of(c) == row_of(cell)]) for cell in part.cells}
+        rows = {
+            row_of(cell): len({c.config.train.seed for c in part.cells if row_of(c) == row_of(cell)})
+            for cell in part.cells
+        }
         columns = list(dict.fromkeys(entry.column for entry in of_part))
+        if part.measure == "rate":
+            columns.sort(key=float)
         done = len({entry.row for entry in of_part})
         lines += [f"## {name}", ""]
         if done < len(rows):
@@ -104,8 +127,22 @@ def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
             seeds = max(entry.seeds for entry in in_row if entry)
             cells = ["" if entry is None else _text(entry) for entry in in_row]
             lines.append(f"| {row} | {seeds} of {rows[row]} | " + " | ".join(cells) + " |")
+        if part.measure == "rate":
+            lines += ["", *_rate_lines(best_rates(entries, name))]
         lines.append("")
     return "\n".join(lines).strip() + "\n"
+
+
+def _rate_lines(best: dict[str, tuple[float, bool]]) -> list[str]:
+    """Return what a search found, and which rows call for a wider one."""
+    edges = [row for row, (_, at_edge) in best.items() if at_edge]
+    lines = [
+        "Training loss, mean of the last tenth. Best rates: " + ", ".join(f"{r} {x:g}" for r, (x, _) in best.items())
+    ]
+    lines[0] += "."
+    if edges:
+        lines += ["", f"Best at an edge, so that a wider search may find better ones: {', '.join(edges)}."]
+    return lines
 
 
 def _text(entry: Entry) -> str:
