@@ -1,8 +1,9 @@
 """Presets: functions that return the whole config of a run, by name.
 
 `flipflop`, `copy`, `induct` and `instruct` have the paper's sizes, steps and batches. The paper doesn't give learning
-rates for the last three, so those are our choice, and so is everything of `mqar` and `demo`. `wikitext` is the paper's
-language model; `text-demo` is one that needs no data. Most have a smaller, faster version with `-quick` at the end.
+rates for the last three, so those are our choice, and so is everything of `mqar`, `latest` and `demo`. `wikitext` is
+the paper's language model; `text-demo` is one that needs no data. Most have a smaller, faster version with `-quick` at
+the end.
 """
 
 from __future__ import annotations
@@ -118,6 +119,13 @@ def mqar() -> RunConfig:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20_000), evaluate=evaluate)
 
 
+def latest() -> RunConfig:
+    """Return the latest value of a key, through noise: mini, 16 stores, batch 128, 20,000 steps."""
+    config = _input_up_to_50("latest")
+    evaluate = EvalConfig(examples=1000, examples_of={"256x": 100})
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20_000), evaluate=evaluate)
+
+
 def demo() -> RunConfig:
     """Return the run of `tra demo`: flip-flop of 64 symbols, a minute on a CPU. 2 layers, 2 heads, width 64."""
     return RunConfig(
@@ -179,6 +187,8 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "induct-quick": lambda: _quick(induct()),
     "instruct": instruct,
     "instruct-quick": lambda: _quick(instruct()),
+    "latest": latest,
+    "latest-quick": lambda: _quick(latest(), steps=3000),
     "mqar": mqar,
     "mqar-quick": lambda: _quick(mqar(), steps=3000),
     "wikitext": wikitext,

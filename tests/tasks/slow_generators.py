@@ -109,3 +109,25 @@ def mqar(line: list[str], pairs: int) -> Scored:
     assert asked == set(dictionary)
     assert len(result) == pairs
     return result
+
+
+def latest(line: list[str]) -> Scored:
+    middle = line.index("<sep>")
+    assert line[0] == "<bos>"
+    assert middle % 2 == 1
+    line = [symbol for symbol in line if symbol != "<pad>"]
+    stored: dict[str, str] = {}
+    for place in range(1, middle, 2):
+        key, value = line[place : place + 2]
+        assert value.startswith("v")
+        if key != ".":
+            assert key.startswith("k")
+            stored[key] = value
+    result = []
+    for place in range(middle + 1, len(line), 2):
+        question, answer = line[place : place + 2]
+        assert answer == stored[question]
+        result.append((place, answer))
+    assert {line[place] for place, _ in result} == set(stored)
+    assert len(result) == len(stored)
+    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tests.tasks import slow_generators
 from tra.runs import wilson_interval
-from tra.tasks import TASKS, Copy, FlipFlop, Induct, Instruct, MultiQueryRecall, Task, generator
+from tra.tasks import TASKS, Copy, FlipFlop, Induct, Instruct, Latest, MultiQueryRecall, Task, generator
 
 VARIANTS = {
     "flipflop": FlipFlop(),
@@ -20,6 +21,8 @@ VARIANTS = {
     "induct": Induct(),
     "induct small": Induct(alphabet=4),
     "instruct": Instruct(),
+    "latest": Latest(),
+    "latest small": Latest(noise=2, stores=3, keys=3, values=2),
     "mqar": MultiQueryRecall(),
     "mqar small": MultiQueryRecall(length=32, pairs=3, keys=5, values=4),
 }
@@ -126,6 +129,17 @@ def test_every_task_builds_without_arguments() -> None:
         built = task()
         assert built.name == name
         assert len(set(built.vocabulary)) == len(built.vocabulary)
+
+
+@pytest.mark.parametrize(("split", "noise"), [("train", range(17)), ("64x", [1024])])
+def test_latest_has_16_stores_whatever_the_noise(split: str, noise: Collection[int]) -> None:
+    task = Latest()
+    tokens = task.sample(split, 1000 if split == "train" else 4, generator(2, "x")).tokens
+    before = (tokens == task.vocabulary.index("<sep>")).cumsum(1) == 0
+    blanks = ((tokens == task.vocabulary.index(".")) & before).sum(1)
+    keys = [task.vocabulary.index(f"k{i}") for i in range(4)]
+    assert set(blanks.tolist()) == set(noise)
+    assert (sum(((tokens == key) & before).sum(1) for key in keys) == 16).all()
 
 
 def test_render() -> None:

@@ -293,7 +293,7 @@ def test_a_full_disk_ends_the_run_clearly(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("name", ["demo", "flipflop", "copy", "induct", "instruct", "mqar"])
+@pytest.mark.parametrize("name", ["demo", "flipflop", "copy", "induct", "instruct", "latest", "mqar"])
 def test_sampling_is_a_small_part_of_a_step(name: str) -> None:
     """Under 5 % of a training step; on a small model and batch, where it weighs the most."""
     config = preset(name).override(["train.batch_size=16", "model.n_layers=1"])

@@ -27,6 +27,7 @@ presets (-quick is a smaller, faster version):
   induct, induct-small, induct-exact, induct-quick
                             find what followed a symbol
   instruct, instruct-quick  seven operations on a list
+  latest, latest-quick      the latest value of a key, through noise
   mqar, mqar-quick          multi-query associative recall
   wikitext, wikitext-quick  language model; needs tra prepare
   text-demo                 language model of a text that comes with tra

@@ -16,10 +16,13 @@ from tra.tasks.copy import Copy
 from tra.tasks.flipflop import FlipFlop
 from tra.tasks.induct import Induct
 from tra.tasks.instruct import Instruct
+from tra.tasks.latest import Latest
 from tra.tasks.mqar import MultiQueryRecall
 from tra.tasks.symbols import letters
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (FlipFlop, Copy, Induct, Instruct, MultiQueryRecall)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (FlipFlop, Copy, Induct, Instruct, Latest, MultiQueryRecall)
+}
 """Tasks by name."""
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "FlipFlop",
     "Induct",
     "Instruct",
+    "Latest",
     "Lengths",
     "MultiQueryRecall",
     "Task",
