@@ -231,7 +231,10 @@ def _run_cell(outcome: Outcome, arguments: Sequence[str], log: Any) -> int:
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            return run_cell(Path(folder), None if device == "-" else device, float(seconds[0]) if seconds else None)
+            status = run_cell(Path(folder), None if device == "-" else device, float(seconds[0]) if seconds else None)
+        if outcome.was_interrupted:  # Ctrl-C reaches the suite, too, not its cell alone
+            raise KeyboardInterrupt
+        return status
     except Exception as error:
         outcome.failures.append(f"cell: {signature(error)}")
         outcome.trace = traceback.format_exc()

@@ -199,6 +199,8 @@ def _may_change(
 def _lines(content: bytes) -> list[object]:
     found: list[object] = []
     for line in content.decode(errors="replace").splitlines():
+        if not line.strip():
+            continue  # a blank line says nothing that could be lost
         try:
             found.append(json.loads(line))
         except (ValueError, RecursionError):

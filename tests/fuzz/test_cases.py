@@ -136,6 +136,8 @@ DAMAGED = (
                             ("config.json", "generate run"), ("eval.jsonl", "report run --out new"))),
     *(((Tamper("part/environment.json", "whole", 0, value),), "train --resume --out part")
       for value in ([], None, 3, {"sessions": 3}, {"sessions": [3]}, "deep")),
+    ((Tamper("store/documents.npy", "flip", 34),), "train --preset text-demo --out new task.arguments.data=store"),
+    ((Tamper("text/perplexity.jsonl", "append"),) * 2, "evaluate text --windows 8"),
     *(((Tamper("stores/valid/documents.npy", kind, where),), "evaluate text --windows 8")
       for kind, where in (("array", 0), ("array", 1), ("array", 2), ("array", 3), ("array", 4), ("array", 7),
       ("array", 9),

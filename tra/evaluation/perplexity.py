@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -23,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from tra.model import Decoder
-from tra.runs import RunFolder, bootstrap_interval, put_row, write_arrays
+from tra.runs import UNREADABLE_ARRAYS, RunFolder, bootstrap_interval, put_row, write_arrays
 from tra.text import VOCABULARIES
 from tra.text.task import Stream, check_ids
 from tra.training.device import autocast, device_name, matmul_precision, resolve_precision
@@ -195,7 +193,7 @@ def _read_arrays(file: Path) -> dict[str, Any]:
     try:
         with np.load(file) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+    except UNREADABLE_ARRAYS as error:
         raise ValueError(f"{file} is damaged, so nothing is added to it: {error}") from None
 
 

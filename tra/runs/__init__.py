@@ -7,6 +7,7 @@ from tra.runs.attention_file import LEVELS, AttentionMaps, read_attention, weigh
 from tra.runs.environment import environment
 from tra.runs.files import (
     TEMPORARY,
+    UNREADABLE_ARRAYS,
     atomic_file,
     flush_folder,
     name_in_errors,
@@ -33,6 +34,7 @@ __all__ = [
     "LOCK",
     "SHIPPED",
     "TEMPORARY",
+    "UNREADABLE_ARRAYS",
     "AttentionMaps",
     "LockedError",
     "RunFolder",

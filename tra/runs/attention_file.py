@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from tra.runs.files import UNREADABLE_ARRAYS
 
 LEVELS = 63
 """Steps of a stored weight between 0 and 1: enough for the eye, and few enough to compress well."""
@@ -53,7 +54,7 @@ def read_attention(path: Path) -> AttentionMaps:
         _check_headers(path)
         with np.load(path) as arrays:
             found: dict[str, Any] = {name: arrays[name] for name in AttentionMaps._fields if name in arrays}
-    except (KeyError, ValueError, OSError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+    except UNREADABLE_ARRAYS as error:
         raise ValueError(f"{path} is not a file of tra attend: {' '.join(str(error).split())[:300]}") from None
     found.setdefault("uncounted", np.zeros(found["weights"].shape, bool))
     maps = AttentionMaps(**found | {name: str(found[name]) for name in ("mechanism", "title")})

@@ -8,6 +8,9 @@ import io
 import os
 import re
 import stat
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +19,21 @@ import numpy as np
 
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.\d+\.tmp")
 """Names of files that are being written: the name of the file, and the process that writes it."""
+
+UNREADABLE_ARRAYS = (
+    ValueError,
+    TypeError,
+    OSError,
+    EOFError,
+    KeyError,
+    AttributeError,
+    NotImplementedError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What NumPy raises on damaged .npy and .npz files: headers are Python literals, archives are zip files."""
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tra.runs import UNREADABLE_ARRAYS
 from tra.text.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -78,7 +79,7 @@ class TokenStore:
                 raise ValueError(f"{tokens} is damaged: {size:,} bytes instead of {expected:,}")
             try:
                 store.documents = np.load(documents, mmap_mode="r")
-            except (ValueError, EOFError, OSError) as error:
+            except UNREADABLE_ARRAYS as error:
                 raise ValueError(f"{documents} is damaged: {' '.join(str(error).split())}") from None
             shape = (store.manifest["documents"], 3)
             if store.documents.shape != shape or store.documents.dtype != np.int64:
