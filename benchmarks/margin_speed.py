@@ -99,10 +99,14 @@ def measure_steps(device: torch.device) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = command.parser("margin_speed", __doc__).parse_args(arguments)
+    parser = command.parser("margin_speed", __doc__)
+    parser.add_argument("--parts", nargs="+", choices=("kernels", "steps"), default=["kernels", "steps"])
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each kernel")
+    options = parser.parse_args(arguments)
     device = command.require_gpu(command.pick_device(options.device))
     clocks = [gpu_clocks()]
-    rows = measure_kernels(device) + measure_steps(device)
+    rows = measure_kernels(device, rounds=options.rounds) if "kernels" in options.parts else []
+    rows += measure_steps(device) if "steps" in options.parts else []
     clocks.append(gpu_clocks())
     command.show({"environment": gpu_environment(device) | {"clocks": clocks}, "rows": rows}, options.json)
     return 0
