@@ -27,7 +27,7 @@ setup-dev: .venv/.dev ## Add what tests, lint and types need
 hooks: setup-dev ## Check style before every commit
 	$(BIN)/pre-commit install
 
-demo: setup ## Train TRA, RoPE and FoT on a small task, and see who survives length (about 4 minutes)
+demo: setup ## Train TRA, with and without a margin, RoPE and FoT on a small task, and see who survives length (about 4 minutes)
 	$(BIN)/tra demo
 
 test: setup-dev lint types ## Lint, types and the quick tests
@@ -58,7 +58,7 @@ bench: setup ## Speed and memory of the operator on this machine
 	$(BIN)/tra bench op
 
 report: setup ## Rebuild tables and figures under results/ from the committed runs
-	$(BIN)/tra report results/demo/tra results/demo/rope results/demo/forgetting --out results/demo
+	$(BIN)/tra report results/demo/tra results/demo/tra-margin-2 results/demo/rope results/demo/forgetting --out results/demo
 	$(BIN)/tra report results/flipflop/tra results/flipflop/rope --out results/flipflop
 	$(BIN)/tra report results/rivals/*/ --out results/rivals
 	$(BIN)/tra report results/language/*/ --out results/language

@@ -44,9 +44,10 @@ def test_its_tree_is_the_tree() -> None:
 def test_its_numbers_are_those_of_the_logs() -> None:
     rows = {
         name: {row["split"]: row["exact"] for row in read_rows(ROOT / "results/demo" / name / "eval.jsonl")}
-        for name in ("tra", "rope", "forgetting")
+        for name in ("tra", "tra-margin-2", "rope", "forgetting")
     }
-    for name, label in (("tra", "TRA"), ("rope", "RoPE"), ("forgetting", "FoT")):
+    demo = {"tra": "TRA", "tra-margin-2": "TRA, margin 2", "rope": "RoPE", "forgetting": "FoT"}
+    for name, label in demo.items():
         cells = " | ".join(f"{rows[name][split]:.3f}" for split in ("iid", "sparse", "dense", "4x", "16x"))
         assert f"| {label} | {cells} |" in README
     bench = json.loads((ROOT / "results/bench/op-cpu.json").read_text())
