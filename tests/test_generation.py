@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 import tra
 from tests.attention.test_cache import SIDE, STATIC, VOCABULARY, decoder, padded, tokens
 from tests.slow import slow
-from tra import generation
 from tra.attention import MECHANISMS, StaticCache
-from tra.generation import Sampling, continuation, prefill
+from tra.generation import Sampling, continuation, decoding, prefill
+from tra.generation.sampling import TINY
 
 MECHANISM = pytest.mark.parametrize("mechanism", list(MECHANISMS))
 SAMPLED = {"temperature": 1.3, "top_k": 7, "top_p": 0.8}
@@ -154,7 +154,7 @@ def test_draws_have_the_model_s_odds() -> None:
     logits = torch.randn(1, 9, generator=seeded(1))
     odds = sampling.filter(logits).softmax(-1)[0]
     noise = torch.empty(draws, 9)
-    generation._draw_noise(noise, seeded(2))
+    decoding._draw_noise(noise, seeded(2))
     counts = sampling.choose(logits.expand(draws, -1), noise).flatten().bincount(minlength=9)
     assert bool((counts[odds == 0] == 0).all())
     assert 1 < int((odds > 0).sum()) < 5
@@ -163,12 +163,12 @@ def test_draws_have_the_model_s_odds() -> None:
 
 def test_noise_can_not_bring_back_what_was_cut() -> None:
     sampling, logits = Sampling(1.0, top_k=1), torch.tensor([[0.0, 5.0, 1.0]])
-    for extreme in (generation.TINY, 100.0):
+    for extreme in (TINY, 100.0):
         noise = torch.tensor([[extreme, 1.0, extreme]])
         assert sampling.choose(logits, noise).item() == 1
     noise = torch.zeros(4)
     noise.exponential_ = lambda generator: noise  # type: ignore[method-assign,assignment] # a draw of 0
-    generation._draw_noise(noise, None)
+    decoding._draw_noise(noise, None)
     assert bool((noise > 0).all())
 
 
@@ -201,7 +201,7 @@ def first_of(row: list[int], stops: set[int]) -> int:
 @pytest.mark.parametrize("capacity", [None, "static"])
 def test_stop_tokens(capacity: str | None, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row keeps its stop token and repeats it; when all have said one, that was the last column."""
-    monkeypatch.setattr(generation, "_stop_check_interval", lambda *_: every)
+    monkeypatch.setattr(decoding, "_stop_check_interval", lambda *_: every)
     model, prompt = decoder("tra"), tokens(4, 3, seed=4)
     free = model.generate(prompt, 30, generator=seeded(3), **SAMPLED).tolist()  # type: ignore[arg-type]
     stops = {free[0][2], free[2][5]}
@@ -270,7 +270,7 @@ class Replayed:
 @pytest.mark.parametrize("sampled", [{}, SAMPLED])
 def test_a_replayed_step_is_a_step(sampled: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop around a CUDA graph, without one."""
-    captured, made = generation._capture_step, []
+    captured, made = decoding._capture_step, []
 
     def capture(step: object, cache: StaticCache, token: Tensor) -> object:
         made.append(stand_in := Replayed(step, cache))
@@ -279,13 +279,13 @@ def test_a_replayed_step_is_a_step(sampled: dict[str, float], monkeypatch: pytes
         return captured(stand_in.step, cache, token)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(generation, "_run_on_side_stream", lambda step, token: step(token))
-    monkeypatch.setattr(generation, "_capture_step", capture)
+    monkeypatch.setattr(decoding, "_run_on_side_stream", lambda step, token: step(token))
+    monkeypatch.setattr(decoding, "_capture_step", capture)
     model, (ids, mask, _) = decoder("tra"), padded([6, 3], 6, "left")
     expected = model.generate(ids, 12, mask, generator=seeded(1), **sampled)
     cache = model.new_cache(18)
     assert isinstance(cache, StaticCache)
-    columns = generation._generate_columns(
+    columns = decoding._generate_columns(
         model, ids, 12, mask, Sampling(**sampled), seeded(1), None, VOCABULARY, cache, None, graph=True
     )
     assert torch.equal(torch.stack(list(columns), 1), expected)
@@ -326,7 +326,7 @@ def test_a_step_keeps_to_the_device(mechanism: str, monkeypatch: pytest.MonkeyPa
     assert prefill(model, token.expand(-1, 5), None, cache).shape == (2, 32)
     with Watch() as watch:
         chosen = Sampling(0.5, 5, 0.9).choose(model(token, cache=cache)[:, -1], noise)
-        torch.where(generation._is_one_of(token, stops), token, chosen)
+        torch.where(decoding._is_one_of(token, stops), token, chosen)
     assert watch.seen == []
     with Watch() as watch:  # it does see what it looks for
         _ = token * torch.tensor(2)
