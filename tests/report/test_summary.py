@@ -11,6 +11,7 @@ import pytest
 from tra.attention import MECHANISMS
 from tra.config import RunConfig
 from tra.report.comparison import comparison_text, write_comparison
+from tra.report.markdown import read_notes
 from tra.report.runs import read_run, read_runs
 from tra.report.summary import summary_text, write_summary
 from tra.suite import cells
@@ -19,10 +20,12 @@ RESULTS = Path(__file__).parents[2] / "results"
 FLIPFLOP = RESULTS / "flipflop"
 
 
-@pytest.mark.parametrize(("folder", "names"), [("demo", ("tra", "rope", "forgetting")), ("flipflop", ("tra", "rope"))])
+@pytest.mark.parametrize(
+    ("folder", "names"), [("demo", ("tra", "tra, margin 2", "rope", "forgetting")), ("flipflop", ("tra", "rope"))]
+)
 def test_committed_results_are_current(folder: str, names: tuple[str, ...]) -> None:
-    runs = {name: read_run(RESULTS / folder / name) for name in names}
-    assert (RESULTS / folder / "README.md").read_text() == summary_text(runs)
+    runs = {name: read_run(RESULTS / folder / name.replace(", ", "-").replace(" ", "-")) for name in names}
+    assert (RESULTS / folder / "README.md").read_text() == summary_text(runs, read_notes(RESULTS / folder))
 
 
 def test_the_committed_comparison_is_current() -> None:

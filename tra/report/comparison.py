@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tra.report.curves import diagnosis, exact_match
 from tra.report.figures import links, write_figures
-from tra.report.markdown import read_notes, table
+from tra.report.markdown import TEACHER_FORCED, read_notes, table
 from tra.report.names import FAILURES, name_of
 from tra.report.runs import EvaluatedRun, by_variant
 from tra.runs import length_text, settings_of, write_atomically
@@ -41,7 +41,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         "",
         f"Sequences without an error, mean of {len({run.seed for run in runs})} seeds, with the worst and the best "
         f"where they differ. {first.metrics[-1]['step']:,} steps, batch {train['batch_size']}, {model['n_layers']} "
-        f"layers, {model['n_heads']} heads, width {model['d_model']}.",
+        f"layers, {model['n_heads']} heads, width {model['d_model']}. {TEACHER_FORCED}",
         "",
         *table(header, rows),
         *links(runs, "exact-by-length.png"),

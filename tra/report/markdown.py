@@ -8,6 +8,12 @@ from typing import Any
 
 from tra.report.runs import EvaluatedRun
 
+TEACHER_FORCED = (
+    "Every symbol is predicted from the right ones before it (teacher-forced). A sequence without an error is one that "
+    "greedy generation gets right too; for shares of symbols that doesn't hold."
+)
+"""What exact match means, below every table of it."""
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     """Return the lines of a table."""

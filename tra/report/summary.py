@@ -7,25 +7,25 @@ from pathlib import Path
 
 from tra.report.exact_match import draw_exact_match
 from tra.report.figures import links, write_figures
-from tra.report.markdown import facts_table, table
+from tra.report.markdown import TEACHER_FORCED, facts_table, read_notes, table
 from tra.report.runs import EvaluatedRun
 from tra.runs import exact_text, length_text, write_atomically
 
 
 def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
-    """Write README.md and the figures, and return their paths."""
+    """Write README.md, with notes.md taken in, and the figures, and return their paths."""
     runs = {run.variant: run for run in runs_read}
     out.mkdir(parents=True, exist_ok=True)
     readme, exact = out / "README.md", out / "exact-match.png"
-    write_atomically(readme, summary_text(runs))
+    write_atomically(readme, summary_text(runs, read_notes(out)))
     first = runs_read[0]
     title = f"{first.task}, {first.metrics[-1]['step']:,} training steps"
     draw_exact_match({name: run.evaluation for name, run in runs.items()}, exact, title=title)
     return [readme, exact, *write_figures(runs_read, out)]
 
 
-def summary_text(runs: dict[str, EvaluatedRun]) -> str:
-    """Return Markdown: exact match by test set and variant, figures, and the facts of each run."""
+def summary_text(runs: dict[str, EvaluatedRun], notes: str = "") -> str:
+    """Return Markdown: exact match by test set and variant, notes, figures, and the facts of each run."""
     every = list(runs.values())
     rows = [
         [row["split"], length_text(row), f"{row['examples']:,}", *(exact_text(run.evaluation[index]) for run in every)]
@@ -34,9 +34,11 @@ def summary_text(runs: dict[str, EvaluatedRun]) -> str:
     lines = [
         f"# {every[0].task}: exact match",
         "",
-        "Sequences without an error, of all test sequences, with the 95 % Wilson interval. One training seed each.",
+        "Sequences without an error, of all test sequences, with the 95 % Wilson interval. One training seed each. "
+        f"{TEACHER_FORCED}",
         "",
         *table(["split", "length", "sequences", *runs], rows),
+        *(["", notes.strip()] if notes else []),
         "",
         "![exact match](exact-match.png)",
         *links(every),
