@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from tra.report.curves import diagnosis, exact_match
+from tra.report.curves import diagnosis, exact_match, newest
 from tra.report.figures import links, write_figures
 from tra.report.markdown import TEACHER_FORCED, read_notes, table
 from tra.report.names import FAILURES, name_of
 from tra.report.runs import EvaluatedRun, by_variant
-from tra.runs import length_text, settings_of, write_atomically
+from tra.runs import length_text, permutation_p, settings_of, write_atomically
 
 Groups = dict[str, list[EvaluatedRun]]
 
@@ -46,6 +47,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         *table(header, rows),
         *links(runs, "exact-by-length.png"),
         *(["", notes.strip()] if notes else []),
+        *_over_seeds(groups, splits, header),
         "",
         "## The two failures",
         "",
@@ -79,6 +81,36 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _over_seeds(groups: Groups, splits: Sequence[str], header: Sequence[str]) -> list[str]:
+    """Return the spread over seeds, and tests of the first variant's mean against every other's."""
+    names = list(groups)
+    seeds = min(len(group) for group in groups.values())
+    if seeds < 2 or len(names) < 2:
+        return []
+    rows = []
+    for variant, group in groups.items():
+        cells = []
+        for split in splits:
+            own, first = _exact_by_seed(group, split), _exact_by_seed(groups[names[0]], split)
+            spread = f"{statistics.fmean(own):.3f} ± {statistics.stdev(own):.3f}"
+            is_tested = variant != names[0] and set(own) | set(first) != {own[0]}
+            cells.append(f"{spread}, p {permutation_p(own, first):.2g}" if is_tested else spread)
+        rows.append([name_of(variant), *cells])
+    return [
+        "",
+        "## Over seeds",
+        "",
+        f"Mean ± standard deviation over {seeds} seeds, and p of an exact permutation test of the seeds against "
+        f"{name_of(names[0])}'s, two-sided, where they differ at all. It doesn't allow for the number of tests.",
+        "",
+        *table([name for name in header if name != "lr"], rows),
+    ]
+
+
+def _exact_by_seed(group: Sequence[EvaluatedRun], split: str) -> list[float]:
+    return [row["exact"] for run in group for row in newest(run.evaluation, split)]
 
 
 def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:

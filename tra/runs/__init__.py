@@ -16,7 +16,7 @@ from tra.runs.files import (
     write_atomically,
 )
 from tra.runs.folder import SHIPPED, RunFolder
-from tra.runs.intervals import bootstrap_interval, perplexity_ratio, wilson_interval
+from tra.runs.intervals import bootstrap_interval, permutation_p, perplexity_ratio, wilson_interval
 from tra.runs.locks import LOCK, LockedError, folder_lock
 from tra.runs.replacing import (
     clear_folder_beside,
@@ -53,6 +53,7 @@ __all__ = [
     "mechanism_of",
     "name_in_errors",
     "new_locked_folder",
+    "permutation_p",
     "perplexity_ratio",
     "put_row",
     "read_attention",
