@@ -46,6 +46,7 @@ def test_every_suite_names_its_cells_once(name: str) -> None:
     assert len({cell.name for cell in found}) == len({cell.folder for cell in found}) == len(found)
     named = {"tra", "rope", "forgetting", "cope"}
     some = {"paper-rates": named, "language-rates": named, "lengths": {"tra", "rope"}, "margin-rates": {"tra"}}
+    some["trainability"] = {"tra", "rope", "forgetting"}
     everyone = some.get(name, some.get(name.removesuffix("-rates"), set(MECHANISMS)))
     assert {cell.config.model.mechanism for cell in found} == everyone
     assert all(cell.config == cell.config.resolved() for cell in found)

@@ -79,6 +79,23 @@ def test_cost_is_a_step_and_a_ratio(tmp_path: Path) -> None:
     assert found["tiny, tra", "over RoPE's"] == 1.0
 
 
+def test_solved_counts_seeds_by_rate(tmp_path: Path) -> None:
+    """A run has solved its task at an exact match of 0.99 on the first split, whatever others say."""
+    cells = []
+    for rate, found in ((1e-2, [0.98, 0.99, 1.0]), (3e-4, [0.2])):
+        for seed, exact in enumerate(found):
+            one = cell("tra", seed=seed)
+            one = one._replace(config=one.config.override([f"optim.lr={rate}"]), name=f"{rate}-{seed}")
+            run = RunFolder(tmp_path / one.folder)
+            run.start(one.config, resume=True, overwrite=False)
+            write_rows(run.evaluation_file, [{"split": "iid", "exact": exact}, {"split": "4x", "exact": 0.0}])
+            cells.append(one)
+    suite = {"demo": Part(cells, "solved")}
+    text = as_markdown(table(suite, tmp_path, exists), suite)
+    assert "| | seeds | 0.0003 | 0.01 |" in text
+    assert "| tra | 3 of 3 | 0 of 1 | 2 of 3 |" in text
+
+
 def search(out: Path, losses: dict[tuple[str, float], list[float]]) -> Suite:
     """Write a run for each final loss, by mechanism and rate; seeds count up."""
     cells = []

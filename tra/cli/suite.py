@@ -28,6 +28,7 @@ suites:
   lengths, lengths-rates  copy, induct and instruct; their learning rates
   language-rates          learning rates of language models
   margin-rates            TRA at six margins and three learning rates
+  trainability            how many of ten seeds learn the demo's task, by rate
   FILE.py:FUNCTION        your own: a function that returns a suite
 
   tra suite run rivals --jobs 2

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from tra import unknown_name
 from tra.config import RunConfig, differences
 
-Measure = Literal["exact", "perplexity", "cost", "rate"]
+Measure = Literal["exact", "perplexity", "cost", "rate", "solved"]
 
 
 class Cell(NamedTuple):
@@ -51,7 +51,8 @@ class Part(NamedTuple):
 
     cells: list[Cell]
     measure: Measure = "exact"
-    """Exact match by split, perplexity by text and window, milliseconds of a training step, or final loss by rate."""
+    """Exact match by split, perplexity by text and window, milliseconds of a training step, or, by learning rate, the
+    final loss or the share of seeds that solve the task."""
 
 
 Suite = dict[str, Part]

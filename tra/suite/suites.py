@@ -201,6 +201,26 @@ def margin_rates() -> Suite:
     }
 
 
+def trainability() -> Suite:
+    """The demo's task from ten seeds at four learning rates: in how many runs is it learnt at all?
+
+    Rates vary before seeds, so that a table of part of the cells compares all mechanisms.
+    """
+    variants = {
+        "tra": ["model.mechanism=tra"],
+        "tra-margin-2": ["model.mechanism=tra", "model.margin=2"],
+        "rope": ["model.mechanism=rope"],
+        "forgetting": ["model.mechanism=forgetting"],
+    }
+    cells = [
+        Cell(f"{name}-{rate:g}-{seed}", preset("demo").override([*changes, f"optim.lr={rate}", f"train.seed={seed}"]))
+        for seed in range(10)
+        for rate in (*SEARCHED_RATES, 1e-2)
+        for name, changes in variants.items()
+    ]
+    return {"demo": Part(cells, "solved")}
+
+
 SEEDS = (0, 1, 2, 3)
 
 
@@ -282,6 +302,7 @@ SUITES: dict[str, Callable[[], Suite]] = {
     "lengths-rates": lengths_rates,
     "language-rates": language_rates,
     "margin-rates": margin_rates,
+    "trainability": trainability,
 }
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tra.runs import RunFolder, read_rows, variant_of
-from tra.suite.grid import Cell, Part, Suite
+from tra.suite.grid import Cell, Measure, Part, Suite
 from tra.suite.state import is_done
+
+SOLVED = 0.99
+"""Exact match on the training distribution from which a run counts as having solved its task."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def _entries(name: str, part: Part, out: Path, is_finished: Callable[[Path], boo
         if is_finished(folder):
             for column, value in _measurements(part, cell, RunFolder(folder)).items():
                 values.setdefault((row_of(cell), column), []).append(value)
-    best, worst = (max, min) if part.measure == "exact" else (min, max)
+    best, worst = (max, min) if part.measure in ("exact", "solved") else (min, max)
     entries = []
     for (row, column), found in values.items():
         deviation = statistics.stdev(found) if len(found) > 1 else None
@@ -68,6 +71,9 @@ def _measurements(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
         }
     if part.measure == "rate":
         return {f"{cell.config.optim.lr:g}": final_loss(run)}
+    if part.measure == "solved":
+        rows = read_rows(run.evaluation_file, ("split", "exact"))
+        return {f"{cell.config.optim.lr:g}": float(rows[0]["exact"] >= SOLVED)}
     rows = read_rows(run.metrics_file)
     size = cell.config.train.batch_size * cell.config.task.build().size("train")
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]  # the first line includes compilation
@@ -112,7 +118,7 @@ def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
             for cell in part.cells
         }
         columns = list(dict.fromkeys(entry.column for entry in of_part))
-        if part.measure == "rate":
+        if part.measure in ("rate", "solved"):
             columns.sort(key=float)
         done = len({entry.row for entry in of_part})
         lines += [f"## {name}", ""]
@@ -125,10 +131,12 @@ def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
         for row in (row for row in rows if any(entry.row == row for entry in of_part)):
             in_row = [by_position.get((row, column)) for column in columns]
             seeds = max(entry.seeds for entry in in_row if entry)
-            cells = ["" if entry is None else _text(entry) for entry in in_row]
+            cells = ["" if entry is None else _text(entry, part.measure) for entry in in_row]
             lines.append(f"| {row} | {seeds} of {rows[row]} | " + " | ".join(cells) + " |")
         if part.measure == "rate":
             lines += ["", *_rate_lines(best_rates(entries, name))]
+        if part.measure == "solved":
+            lines += ["", f"Seeds whose exact match on the training distribution is at least {SOLVED}, of all seeds."]
         lines.append("")
     return "\n".join(lines).strip() + "\n"
 
@@ -145,7 +153,9 @@ def _rate_lines(best: dict[str, tuple[float, bool]]) -> list[str]:
     return lines
 
 
-def _text(entry: Entry) -> str:
+def _text(entry: Entry, measure: Measure) -> str:
+    if measure == "solved":
+        return f"{round(entry.mean * entry.seeds)} of {entry.seeds}"
     if entry.deviation is None or entry.best == entry.worst:
         return f"{entry.mean:.4g}"
     return f"{entry.mean:.4g} ± {entry.deviation:.2g} (worst {entry.worst:.4g})"
