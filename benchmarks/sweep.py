@@ -53,6 +53,7 @@ def prepared(width: int, length: int, backward: bool) -> tuple[list[Tensor], flo
 
 def choose(width: int, tile: ForwardTile | BackwardTile) -> None:
     block_shapes._chosen.clear()
+    eager.SEEN.clear()
     if isinstance(tile, ForwardTile):
         block_shapes.FORWARD[2, width] = (tile,)
     else:
