@@ -18,7 +18,7 @@ from torch import Tensor
 import tra
 from benchmarks.step_kernels import kernel_times
 from tra.bench import inputs as bench_inputs
-from tra.ops.triton import block_shapes
+from tra.ops.triton import block_shapes, eager
 from tra.ops.triton.block_shapes import BackwardTile, ForwardTile
 
 Shapes = dict[int, Sequence[ForwardTile | BackwardTile]]

@@ -184,9 +184,7 @@ def attention_map(
     return AttentionMap(*(torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)))
 
 
-def _choose(
-    query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, options: AttentionOptions, impl: str
-) -> str:
+def _choose(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, options: AttentionOptions, impl: str) -> str:
     """Return the named implementation, or the one that is best for a call."""
     if impl == "auto":
         return choice.choose(choice.AUTO, choice.Call(query, key, value, log_forget, options))

@@ -19,8 +19,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which scores have one precision, in forward and backward, whatever autocast says."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    """Return a context in which scores have one precision, in forward and backward, whatever autocast says.
+
+    Where autocast is off already it does nothing, as entering it would cost as much as two operators.
+    """
+    if device.type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -51,7 +51,7 @@ class DirectLaunch(NamedTuple):
     """One launch of a plan."""
 
     run: Callable[..., None]
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     function: int
     metadata: Any
     constants: tuple[Any, ...]
@@ -132,9 +132,9 @@ class LaunchRecorder(Launcher):
                 else:
                     chosen.append(n_values + len(constants))
                     constants.append(value)
-            x, y, z, *_ = (*grid, 1, 1)
+            sizes = (*grid, 1, 1)
             run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-            launches.append(DirectLaunch(run, (x, y, z), function, metadata, tuple(constants), itemgetter(*chosen)))
+            launches.append(DirectLaunch(run, sizes[:3], function, metadata, tuple(constants), itemgetter(*chosen)))
         return LaunchPlan(tuple(launches), tuple(offsets), end)
 
 

@@ -93,13 +93,12 @@ def kind_of(
         return None
     facts, pointers = described
     training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    decodes = not training and 0 < query.dim() - 3 and query.shape[2] <= choice.MAX_DECODE_QUERIES
-    if decodes and facts[4][2:3] == facts[8][2:3]:
-        batch, heads, n_keys, width = key.shape if key.dim() == 4 else (0, 0, 0, 0)
+    few = query.shape[2:3] <= (choice.MAX_DECODE_QUERIES,) and key.dim() == value.dim() == 4
+    decodes = few and not training and key.shape[2] == value.shape[2]
+    if decodes:
+        n_keys = key.shape[2]
         steps = -(-n_keys // DECODE_KEYS_STEP) if n_keys >= DECODE_KEYS_STEP else -n_keys
-        facts[4], facts[8] = (batch, heads, steps, width), (*value.shape[:2], *value.shape[3:])
-    else:
-        decodes = False
+        facts[4], facts[8] = (*key.shape[:2], steps, key.shape[3]), (*value.shape[:2], value.shape[3])
     return Kind((current_device(), training, decodes, numbers, *facts), pointers, training, decodes)
 
 
@@ -307,4 +306,3 @@ def remember(known: dict[Hashable, Any], key: Hashable, value: Any, most: int) -
         known[key] = value
         while len(known) > most:
             del known[next(iter(known))]
-
