@@ -18,7 +18,7 @@ from torch import Tensor
 import tra
 from benchmarks.step_kernels import kernel_times
 from tra.bench import inputs as bench_inputs
-from tra.ops.triton import block_shapes
+from tra.ops.triton import block_shapes, eager
 from tra.ops.triton.block_shapes import BackwardTile, ForwardTile
 
 Shapes = dict[int, Sequence[ForwardTile | BackwardTile]]
@@ -53,6 +53,7 @@ def prepared(width: int, length: int, backward: bool) -> tuple[list[Tensor], flo
 
 def choose(width: int, tile: ForwardTile | BackwardTile) -> None:
     block_shapes._chosen.clear()
+    eager.SEEN.clear()
     if isinstance(tile, ForwardTile):
         block_shapes.FORWARD[2, width] = (tile,)
     else:

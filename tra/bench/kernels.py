@@ -1,8 +1,9 @@
 """The fused operator on a GPU, against the attention kernels in common use.
 
-Nothing is timed before outputs and gradients have passed the rule of `judge.py` in the same call. Times are those of a
-CUDA graph's replay, so that no language's launch costs count, for contenders as for us; peak memory is above what the
-inputs take. 32,768 tokens, in one sequence where it is longer; 8 heads; bfloat16.
+Nothing is timed before outputs and gradients have passed the rule of `judge.py` in the same call. `ms` is the time of a
+CUDA graph's replay, so that no language's launch costs count, for contenders as for us; `eager_ms` that of a call
+without one, among others. Peak memory is above what the inputs take. 32,768 tokens, in one sequence where it is longer;
+8 heads; bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tra
 from tra.bench.inputs import HEADS, Case, Inputs, leaves, make_inputs
 from tra.bench.judge import error_ratio, plain_attention, require
-from tra.bench.timing import gpu_clocks, gpu_environment, measure_graph, milliseconds, row_or_error
+from tra.bench.timing import gpu_clocks, gpu_environment, measure_eager, measure_graph, milliseconds, row_or_error
 
 LENGTHS = (256, 1024, 4096, 16_384, 65_536, 131_072)
 MODES = ("forward", "forward and backward")
@@ -138,7 +139,8 @@ def _row(
 
     batch, heads = inputs.query.shape[:2]
     facts = {"contender": name, "mode": mode, **case._asdict(), "batch": batch, "heads": heads}
-    return row_or_error(facts, lambda: measure_graph(forward if mode == "forward" else both)._asdict())
+    call = forward if mode == "forward" else both
+    return row_or_error(facts, lambda: measure_graph(call)._asdict() | {"eager_ms": measure_eager(call)})
 
 
 def a_million_tokens(device: torch.device) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,22 @@ def measure_graph(call: Callable[[], object], rounds: int = 7) -> Measured:
     times = [milliseconds(graph.replay) for _ in range(rounds)]
     median, fastest, slowest = (round(x, 4) for x in (statistics.median(times), min(times), max(times)))
     return Measured(median, fastest, slowest, round(peak / 2**20))
+
+
+def measure_eager(call: Callable[[], object], calls: int = 10, rounds: int = 5) -> float:
+    """Return the median milliseconds of a call among others, without a CUDA graph: the host's time or the GPU's.
+
+    Whichever is longer: kernels that wait for the host, or a host whose kernels are in a queue.
+    """
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - begun) / calls)
+    return round(statistics.median(times), 4)
 
 
 def milliseconds(call: Callable[[], object]) -> float:

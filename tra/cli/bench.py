@@ -19,9 +19,11 @@ DESCRIPTION = """Measure speed and memory on this machine.
   step      a whole training step of every mechanism, relative to RoPE's
   decode    one token after a long context; needs a GPU
   generate  generation from prompt to end, with a CUDA graph and without
+  host      what a call costs the host: on a GPU the time until its kernels
+            are in the queue, on a CPU the total time
   cost      a training step in the shapes of the paper's cost table"""
 
-MEASUREMENTS = ("op", "step", "decode", "generate", "cost")
+MEASUREMENTS = ("op", "step", "decode", "generate", "host", "cost")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
         return 0
     _show(result["rows"])
+    if options.what == "host":
+        print(f"microseconds a call; waiting: {result['waits']}")
     if options.what == "op" and device.type == "cpu":
         _, short, long = (row["length"] for row in result["rows"][:3])
         print(f"at {short:,} tokens blockwise is {result['speedup']:.1f} times as fast as reference, both ways")
@@ -66,6 +70,7 @@ def _measure(what: str, device: torch.device, only: list[str], progress: Callabl
     from tra.attention import MECHANISMS
     from tra.bench.decode import bench_decode
     from tra.bench.generate import bench_generate
+    from tra.bench.host import bench_host
     from tra.bench.kernels import bench_kernels
     from tra.bench.op import bench_op
     from tra.bench.step import COST_SHAPES, bench_step
@@ -78,6 +83,8 @@ def _measure(what: str, device: torch.device, only: list[str], progress: Callabl
         return bench_decode(device, progress)
     if what == "generate":
         return bench_generate(device, only or ("tra", "rope"), progress=progress)
+    if what == "host":
+        return bench_host(device, progress)
     if what == "cost":
         return bench_step(str(device), only or ("tra", "rope"), COST_SHAPES, progress)
     return bench_step(str(device), only or tuple(MECHANISMS), progress=progress)

@@ -14,6 +14,7 @@ from tra.ops.full_map import AttentionMap, full_attention_map
 from tra.ops.newest_first import newest_first_attention
 from tra.ops.options import AttentionOptions
 from tra.ops.reference import reference_attention
+from tra.ops.triton import eager
 from tra.ops.triton.forward import triton_attention
 from tra.ops.visible import Visible, visible_in_sequences, visible_keys
 
@@ -73,10 +74,21 @@ def threshold_relative_attention(
         stays, so that it shows, and a NaN or infinite value may show in any row that sees it or could have. A
         promised `score_bound` is a promise about NaN too: with it, "triton" may stop before it has read one.
     """
+    kind = None
+    if key_mask is None and not torch.compiler.is_compiling():
+        numbers = (scale, threshold, margin, score_bound, dropout, tolerance, impl)
+        kind = eager.kind_of(query, key, value, log_forget, key_lengths, *numbers)
+        if kind is not None and (call := eager.SEEN.get(kind.key)) is not None:
+            return call(query, key, value, log_forget, key_lengths, kind.pointers)
     inputs.check_attention(query, key, value, log_forget, key_mask, key_lengths)
     options = AttentionOptions.resolve(
         query.shape[-1], query.dtype, scale, threshold, score_bound, dropout, tolerance, margin
     )
+    impl = _choose(query, key, value, log_forget, options, impl)
+    if kind is not None and impl == "triton":
+        call = eager.learn(kind, query, key, value, log_forget, options)
+        if call is not None:
+            return call(query, key, value, log_forget, key_lengths, kind.pointers)
     plainly_causal = key_mask is None and key_lengths is None
     visible = None if plainly_causal else visible_keys(query, key, key_mask, key_lengths)
     return _attend(query, key, value, log_forget, visible, options, impl)
@@ -121,6 +133,7 @@ def threshold_relative_attention_varlen(
     )
     visible = visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
     query, key, value, log_forget = (x.transpose(0, 1)[None] for x in (query, key, value, log_forget))
+    impl = _choose(query, key, value, log_forget, options, impl)
     return _attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
 
 
@@ -171,6 +184,15 @@ def attention_map(
     return AttentionMap(*(torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)))
 
 
+def _choose(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, options: AttentionOptions, impl: str) -> str:
+    """Return the named implementation, or the one that is best for a call."""
+    if impl == "auto":
+        return choice.choose(choice.AUTO, choice.Call(query, key, value, log_forget, options))
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown impl {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
+    return impl
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -180,11 +202,7 @@ def _attend(
     options: AttentionOptions,
     impl: str,
 ) -> Tensor:
-    """Call the named or chosen implementation. `visible` is None where queries see all keys up to their own."""
-    if impl == "auto":
-        impl = choice.choose(choice.AUTO, choice.Call(query, key, value, log_forget, options))
-    elif impl not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown impl {impl!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
+    """Call an implementation. `visible` is None where queries see all keys up to their own."""
     seed = draw_seed(query.device) if options.dropout > 0 else None
     with inputs.without_autocast(query.device):  # scores have one precision, whatever the caller's autocast says
         if impl == "triton":

@@ -19,8 +19,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which scores have one precision, in forward and backward, whatever autocast says."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    """Return a context in which scores have one precision, in forward and backward, whatever autocast says.
+
+    Where autocast is off already it does nothing, as entering it would cost as much as two operators.
+    """
+    if device.type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -55,6 +60,11 @@ SIZE_RULES = {
 }
 INTEGERS = (torch.int32, torch.int64)
 INDEX_DTYPES = {"key_mask": (torch.bool,), **dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), INTEGERS)}
+
+
+def reading_is_free(device: torch.device) -> bool:
+    """Return whether values can be read without waiting for a device."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_attention(
@@ -130,7 +140,7 @@ def _check_tensors(layouts: dict[str, str], tensors: Sequence[Any]) -> bool:
         raise ValueError(f"query heads must be a multiple of key heads, got {sizes['H']} and {sizes['Hkv']}")
     if log_forget.dtype != (wide := compute_dtype(query.dtype)):
         raise ValueError(f"log_forget must be {wide} for {query.dtype} queries, got {log_forget.dtype}")
-    values_are_free = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    values_are_free = reading_is_free(query.device)
     if values_are_free:
         positive = log_forget.detach() > 0
         if bool(positive.any()):

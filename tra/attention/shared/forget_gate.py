@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tra.attention.shared.fusing import check_plain_parts
-from tra.ops.inputs import autocast_dtype
+from tra.ops.inputs import autocast_dtype, without_autocast
 
 MAX_HEADS_FOR_SUMS = 16
 """Heads up to which a compiled gate is a sum per head, which the compiler fuses into the kernel that makes x. As a
@@ -56,11 +56,11 @@ class ForgetGate(nn.Module):
 
         Uncompiled, on a GPU, that is TF32 where PyTorch is told so for products of float32.
         """
-        device, dtype = x.device.type, torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         cast_to = autocast_dtype(x)
         x = x if cast_to is None else x.to(cast_to)
         narrow = torch.bfloat16 if cast_to == torch.bfloat16 else dtype  # float16 needs its loss scaled
-        with torch.autocast(device, enabled=False):
+        with without_autocast(x.device):
             if self.fused and sums_are_best(x, self.linear.out_features):
                 check_plain_parts(self, {"linear": GateLinear})
                 weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tra.ops.options import AttentionOptions
 from tra.ops.triton import block_shapes, launch
+from tra.ops.triton.direct_launch import TRITON, Launcher
 from tra.ops.triton.launch import ForwardState, device_guard, heads_sorted_together, rows_contiguous
 
 MIN_TRANSIENT_BYTES = 256 * 2**20
@@ -31,7 +32,7 @@ class NormFactors(NamedTuple):
     key: Tensor  # [B, Hkv, Tk]
 
 
-def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Gradients:
+def empty_gradients(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor) -> Gradients:
     """Return gradients in the layout of the tensors, but with contiguous rows."""
 
     def like(x: Tensor) -> Tensor:
@@ -62,6 +63,7 @@ def run_backward(
     options: AttentionOptions,
     early: bool,
     factors: NormFactors | None = None,
+    launcher: Launcher = TRITON,
 ) -> None:
     """Fill `grads` by two kernels, over chunks of query rows: what one leaves for the other stays within bounds.
 
@@ -88,27 +90,29 @@ def run_backward(
     short = early or n_keys <= launch.MAX_FULL_WALK_KEYS
 
     def launch_with(tile: block_shapes.BackwardTile) -> None:
+        launcher.begin()
         n_blocks = -(-n_keys // tile.keys)
         rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
         once = rows >= n_queries
         grad_k, grad_v = grads.key, grads.value
         if not once:
             grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grad_k, grad_v))
-        slope_inner = reference.new_empty((*reference.shape, 2))
+        slope_inner = launcher.empty((*reference.shape, 2), torch.float32, q.device)
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
             n_rows = blocks * tile.rows
             # Causal rows don't see keys beyond the chunk's last query, so no program needs to visit these.
             seen = n_keys if once or first is not None else min(n_keys, n_keys - n_queries + chunk + n_rows)
             seen_blocks = -(-seen // tile.keys)
-            offsets = torch.empty(batch * heads * n_blocks * n_rows, dtype=torch.float32, device=q.device)
-            walk_ends = torch.empty(batch * heads * blocks * 2, dtype=torch.int32, device=q.device)
+            offsets = launcher.empty(batch * heads * n_blocks * n_rows, torch.float32, q.device)
+            walk_ends = launcher.empty(batch * heads * blocks * 2, torch.int32, q.device)
             listed = batch * heads * n_blocks * blocks if skip else 0
-            row_blocks = torch.empty(listed, dtype=torch.int32, device=q.device)
+            row_blocks = launcher.empty(listed, torch.int32, q.device)
             # Long walks are launched head by head, which was measured to be faster.
             order = heads_sorted_together(batch * heads, blocks, early) if short else 1
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
-            query_gradient_kernel[(blocks * batch * heads,)](
+            launcher.launch(
+                query_gradient_kernel, (blocks * batch * heads,),
                 q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, query_factor,
                 grads.query, grads.forget, slope_inner, offsets, walk_ends,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
@@ -119,7 +123,8 @@ def run_backward(
                 num_warps=tile.query_warps, num_stages=tile.query_stages,
                 **launch.register_limit(tile.query_registers),
             )  # fmt: skip
-            key_gradient_kernel[(seen_blocks * batch * kv_heads,)](
+            launcher.launch(
+                key_gradient_kernel, (seen_blocks * batch * kv_heads,),
                 q, k, v, first, last, seed, g, reference, total, key_factor, grad_k, grad_v, slope_inner, offsets,
                 walk_ends, row_blocks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],
                 *grad_k.stride()[:3], *grad_v.stride()[:3],
@@ -167,7 +172,7 @@ def _backward(
     early: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `Gradients`. `low` is the state's `out_error`."""
-    grads = _empty_gradients(query, key, value, log_forget)
+    grads = empty_gradients(query, key, value, log_forget)
     run_backward(
         grads, grad_out, query, key, value, log_forget, first, last, seed,
         ForwardState(out, low, reference, total, stop),
@@ -178,4 +183,4 @@ def _backward(
 
 @_backward.register_fake
 def _(grad_out, query, key, value, log_forget, *_rest):  # type: ignore[no-untyped-def]
-    return tuple(_empty_gradients(query, key, value, log_forget))
+    return tuple(empty_gradients(query, key, value, log_forget))

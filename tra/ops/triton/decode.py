@@ -18,6 +18,7 @@ from tra.ops import compiler_workarounds
 from tra.ops.options import AttentionOptions
 from tra.ops.triton import block_shapes, decode_plan
 from tra.ops.triton.block_shapes import ForwardTile
+from tra.ops.triton.direct_launch import TRITON, Launcher
 from tra.ops.triton.launch import (
     cuts,
     device_guard,
@@ -48,12 +49,17 @@ def decode_attention(
     options: AttentionOptions,
     tile: ForwardTile | None = None,
     piece: int | None = None,
+    out: Tensor | None = None,
+    launcher: Launcher = TRITON,
 ) -> Tensor:
-    """Return what `tra::decode` returns; with a `tile` or `piece` keys are divided as these say."""
+    """Return what `tra::decode` returns, in `out` if given.
+
+    With a `tile` or `piece` keys are divided as these say.
+    """
     early = _may_stop(options)
     n_rows = query.shape[2] * query.shape[1] // key.shape[1]
     query, key, value = rows_contiguous(query), _aligned(key), _aligned(value)
-    out = empty_out(query, value.shape[3])
+    out = empty_out(query, value.shape[3]) if out is None else out
     constants = _constants(query, key, value, first, key_mask, options)
     tensors = (query, key, value, log_forget, first, last, None if key_mask is None else key_mask.view(torch.uint8))
 
@@ -61,7 +67,8 @@ def decode_attention(
         n_blocks, heads = -(-key.shape[2] // tile.keys), key.shape[0] * key.shape[1]
         processors = decode_plan.processor_count(key.device)
         plan = decode_plan.phases(n_blocks, heads, tile.keys, processors, early, piece)
-        _launch(tensors, out, options, constants, tile._replace(rows=max(tile.rows, padded(n_rows))), plan)
+        tile = tile._replace(rows=max(tile.rows, padded(n_rows)))
+        _launch(tensors, out, options, constants, tile, plan, launcher)
 
     with device_guard(query.device):
         if tile is not None:
@@ -101,10 +108,12 @@ def _launch(
     constants: dict[str, Any],
     tile: ForwardTile,
     plan: list[decode_plan.Phase],
+    launcher: Launcher,
 ) -> None:
     """Walk the pieces of all phases, and merge them if there are several."""
     from tra.ops.triton import decode_kernels
 
+    launcher.begin()
     q, k, v, log_forget, first, last, mask = tensors
     assert q is not None and k is not None and v is not None and log_forget is not None  # noqa: PT018
     batch, heads, n_queries, _ = q.shape
@@ -118,15 +127,16 @@ def _launch(
     sums, stats = out, out  # not used
     if not one_piece:
         n_rows = batch * kv_heads * pieces * group * n_queries
-        sums = torch.empty(n_rows * value_width, dtype=torch.float32, device=q.device)
-        stats = torch.empty(4, n_rows, dtype=torch.float32, device=q.device)
+        sums = launcher.empty(n_rows * value_width, torch.float32, q.device)
+        stats = launcher.empty((4, n_rows), torch.float32, q.device)
     numbers = (
         options.scale * unit, *cuts(options), options.threshold * unit, (options.score_bound or 0.0) * unit,
         math.log(options.tolerance) * unit if _may_stop(options) else 0.0,
     )  # fmt: skip
     former = 0
     for phase in plan:
-        decode_kernels.decode_kernel[(batch * kv_heads, phase.pieces)](
+        launcher.launch(
+            decode_kernels.decode_kernel, (batch * kv_heads, phase.pieces),
             q, k, v, log_forget, first, last, mask, out, sums, stats,
             *q.stride()[:3], *(stride // stride_unit for x in (k, v) for stride in x.stride()[:3]),
             *log_forget.stride(), *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
@@ -139,7 +149,8 @@ def _launch(
     if one_piece:
         return
     columns = max(16, min(constants["BDV"], MAX_MERGED_NUMBERS // power_of_two(pieces)))
-    decode_kernels.merge_kernel[(batch * heads * n_queries, -(-value_width // columns))](
+    launcher.launch(
+        decode_kernels.merge_kernel, (batch * heads * n_queries, -(-value_width // columns)),
         log_forget, sums, stats, out, *log_forget.stride(), *out.stride()[:3], stats.stride(0),
         n_queries, heads, group, pieces,
         DV=value_width, BP=power_of_two(pieces), BDV=columns, FLOAT32=constants["FLOAT32"],

@@ -21,7 +21,9 @@ from tra.ops.triton import (
     launch,
 )
 from tra.ops.triton.availability import why_unavailable
+from tra.ops.triton.direct_launch import TRITON, Launcher
 from tra.ops.triton.launch import (
+    ForwardState,
     device_guard,
     empty_forward_state,
     heads_sorted_together,
@@ -70,6 +72,64 @@ def _longest_keys(key: Tensor) -> Tensor:
     return torch.stack(norms).amax(0).float()
 
 
+def run_forward(
+    state: ForwardState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    seed: Tensor | None,
+    options: AttentionOptions,
+    launcher: Launcher = TRITON,
+) -> None:
+    """Fill `state`."""
+    from tra.ops.triton.forward_kernel import forward_kernel
+
+    batch, heads, n_queries, width = query.shape
+    kv_heads, n_keys = key.shape[1:3]
+    early = options.tolerance > 0
+    norms = early and options.score_bound is None
+    unit = launch.logit_unit(query.dtype)
+    longest_key = state.reference  # not read
+    bound = (options.score_bound or 0.0) * unit
+    if norms:
+        longest_key = _longest_keys(key)
+        # A computed product exceeds the norms' product by D roundings.
+        bound = options.scale * unit * (1 + (width + 16) * 2.0**-23)
+    q, k, v = (rows_contiguous(x) for x in (query, key, value))
+    constants = launch.kernel_constants(query, value, first, options) | {
+        "ONLINE": launch.needs_running_maximum(query.dtype, options),
+        "NORMS": norms,
+        "EARLY": early,
+        "KEEP_OUT_ERROR": state.out_error.numel() > 0,
+        "REF_SHIFT": 15.0 if query.dtype == torch.float16 else 0.0,
+        "STEEPEST": launch.steepest_slope(query.dtype),
+    }
+    numbers = (
+        options.scale * unit, *launch.cuts(options), options.threshold * unit, bound,
+        math.log(options.tolerance) * unit if early else 0.0, *launch.drop_arguments(options.dropout),
+    )  # fmt: skip
+
+    def launch_with(tile: block_shapes.ForwardTile) -> None:
+        launcher.begin()
+        blocks = -(-n_queries // tile.rows)
+        launcher.launch(
+            forward_kernel, (blocks * batch * heads,),
+            q, k, v, log_forget, first, last, longest_key, seed, *state,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *state.out.stride()[:3],
+            heads_sorted_together(batch * heads, blocks, early, min_heads=16),
+            n_queries, n_keys, heads, heads // kv_heads, *numbers,
+            **constants, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            **launch.register_limit(tile.registers),
+        )  # fmt: skip
+
+    tiles = block_shapes.candidates(block_shapes.FORWARD, constants["BD"], constants["BDV"], q.element_size(), q.device)
+    with device_guard(q.device):
+        block_shapes.run((q.device, query.dtype, *constants.values()), n_keys, tiles, launch_with)
+
+
 @torch.library.custom_op("tra::fused_forward", mutates_args=())
 def _forward(
     query: Tensor,
@@ -88,49 +148,9 @@ def _forward(
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a `ForwardState`."""
-    from tra.ops.triton.forward_kernel import forward_kernel
-
-    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance, margin)
     state = empty_forward_state(query, value, training)
-    batch, heads, n_queries, width = query.shape
-    kv_heads, n_keys = key.shape[1:3]
-    early = options.tolerance > 0
-    norms = early and options.score_bound is None
-    unit = launch.logit_unit(query.dtype)
-    longest_key = state.reference  # not read
-    bound = (options.score_bound or 0.0) * unit
-    if norms:
-        longest_key = _longest_keys(key)
-        # A computed product exceeds the norms' product by D roundings.
-        bound = options.scale * unit * (1 + (width + 16) * 2.0**-23)
-    q, k, v = (rows_contiguous(x) for x in (query, key, value))
-    constants = launch.kernel_constants(query, value, first, options) | {
-        "ONLINE": launch.needs_running_maximum(query.dtype, options),
-        "NORMS": norms,
-        "EARLY": early,
-        "KEEP_OUT_ERROR": training and query.dtype != torch.float32,
-        "REF_SHIFT": 15.0 if query.dtype == torch.float16 else 0.0,
-        "STEEPEST": launch.steepest_slope(query.dtype),
-    }
-    numbers = (
-        options.scale * unit, *launch.cuts(options), options.threshold * unit, bound,
-        math.log(options.tolerance) * unit if early else 0.0, *launch.drop_arguments(options.dropout),
-    )  # fmt: skip
-
-    def launch_with(tile: block_shapes.ForwardTile) -> None:
-        blocks = -(-n_queries // tile.rows)
-        forward_kernel[(blocks * batch * heads,)](
-            q, k, v, log_forget, first, last, longest_key, seed, *state,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *state.out.stride()[:3],
-            heads_sorted_together(batch * heads, blocks, early, min_heads=16),
-            n_queries, n_keys, heads, heads // kv_heads, *numbers,
-            **constants, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-            **launch.register_limit(tile.registers),
-        )  # fmt: skip
-
-    tiles = block_shapes.candidates(block_shapes.FORWARD, constants["BD"], constants["BDV"], q.element_size(), q.device)
-    with device_guard(q.device):
-        block_shapes.run((q.device, query.dtype, *constants.values()), n_keys, tiles, launch_with)
+    options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance, margin)
+    run_forward(state, query, key, value, log_forget, first, last, seed, options)
     return tuple(state)  # type: ignore[return-value]
 
 

@@ -55,6 +55,14 @@ def empty_out(query: Tensor, width: int) -> Tensor:
     return query.new_empty(batch, heads, length, width)
 
 
+def out_strides(query: Tensor, width: int) -> tuple[int, int, int, int]:
+    """Return the strides of `empty_out`."""
+    _, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return length * heads * width, width, heads * width, 1
+    return heads * length * width, length * width, width, 1
+
+
 def needs_running_maximum(dtype: torch.dtype, options: AttentionOptions) -> bool:
     """Say whether the softmax needs a running maximum: without a promised bound, or if it is too far from the scores.
 
