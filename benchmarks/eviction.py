@@ -156,7 +156,7 @@ def bench_eviction(
             by_head = np.stack([b["shifted"] - a["shifted"] for a, b in zip(measured, window, strict=True)])
             gain = by_head.mean(-1)
             ends = bootstrap_interval(gain, np.ones(len(gain)))
-            row["shifted less than window, 95 %"] = [round(float(x), 6) for x in (gain.mean(), *ends)]
+            row["shifted less than window, 95 %"] = [round(float(x), 6) + 0.0 for x in (gain.mean(), *ends)]
             row["by layer and head"] = by_head.mean(0).round(6).tolist()
         rows.append(row)
     return rows
