@@ -79,7 +79,7 @@ def threshold_relative_attention(
     )
     plainly_causal = key_mask is None and key_lengths is None
     visible = None if plainly_causal else visible_keys(query, key, key_mask, key_lengths)
-    return _attend(query, key, value, log_forget, visible, options, impl)
+    return attend(query, key, value, log_forget, visible, options, impl)
 
 
 def threshold_relative_attention_varlen(
@@ -121,7 +121,7 @@ def threshold_relative_attention_varlen(
     )
     visible = visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
     query, key, value, log_forget = (x.transpose(0, 1)[None] for x in (query, key, value, log_forget))
-    return _attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
+    return attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
 
 
 def attention_map(
@@ -171,7 +171,7 @@ def attention_map(
     return AttentionMap(*(torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True)))
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
