@@ -185,6 +185,39 @@ def test_the_guard_counts_who_asks_for_more() -> None:
         BoundedCache(2, 80).unmet_windows()
 
 
+def test_the_guard_can_have_a_tolerance_of_its_own() -> None:
+    """The larger it is, the fewer queries count; and the text is the same."""
+    model, ids, counts = decoder("tra"), tokens(2, 120), []
+    for block in model.layers:
+        torch.nn.init.zeros_(block.self_attn.gate.linear.weight)
+        block.self_attn.gate.linear.bias.data.copy_(torch.tensor([-1.0, 1.0, 2.0, 8.0]))
+    for guard in (True, 2**-53, 1e-3, 0.5):
+        cache = BoundedCache(2, 30, chunk=60, guard=guard)
+        read(model, ids, cache, [60] + [1] * 60)
+        counts.append([sum(layer["unmet"]) for layer in cache.unmet_windows()])
+    assert counts[0] == counts[1]  # the early stop's in float64
+    assert counts[1] > counts[2] > counts[3]
+    for guard in (0.0, -1.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="guard must be a weight above 0 and below 1, or True or False, got"):
+            BoundedCache(2, 30, guard=guard)
+
+
+@MECHANISM
+@torch.no_grad()
+def test_rows_can_be_chosen(mechanism: str) -> None:
+    """As beams are: a cache of the chosen rows goes on like one that has read only these, padding included."""
+    model, (ids, mask, _) = decoder(mechanism), padded([90, 40, 3], 90, "left")
+    order, step = torch.tensor([1, 1, 0, 2]), tokens(4, 1)
+    cache, expected = BoundedCache(2, [20, 70], chunk=100), BoundedCache(2, [20, 70], chunk=100)
+    cache.select_rows(order)  # of an empty one, nothing
+    model(ids, mask, cache)
+    model(ids[order], mask[order], expected)
+    cache.select_rows(order)
+    assert cache.memory_bytes == expected.memory_bytes
+    for _ in range(3):
+        torch.testing.assert_close(model(step, cache=cache), model(step, cache=expected), **EXACT)
+
+
 @torch.no_grad()
 def test_a_step_has_one_shape() -> None:
     """Whatever the length: what a CUDA graph needs. Nor does the number of keys read grow."""

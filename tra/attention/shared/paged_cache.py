@@ -36,7 +36,9 @@ class WindowGuard:
     Numbers are on the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float | None = None) -> None:
+        self.tolerance = tolerance
+        """Relative weight of older keys from which a query counts; None is that of the layer's early stop."""
         self.queries = torch.zeros((), dtype=torch.int64)
         """Queries that had keys older than the window, a number."""
         self.unmet = torch.zeros(0, dtype=torch.int64)
@@ -47,6 +49,8 @@ class WindowGuard:
         if not len(self.unmet):
             self.queries = torch.zeros((), dtype=torch.int64, device=query.device)
             self.unmet = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)
+        if self.tolerance is not None:
+            options = options | {"tolerance": self.tolerance}
         key, value, table, lengths, window = pages.keys
         assert window is not None
         assert pages.last_is_real is not None
@@ -55,6 +59,13 @@ class WindowGuard:
         )
         self.queries += (pages.last_is_real & (lengths > window)).sum()
         self.unmet += (pages.last_is_real[:, None] & ~enough[:, :, 0]).sum(0)
+
+
+def new_guard(guard: bool | float) -> WindowGuard | None:
+    """Return what `BoundedCache` is asked for."""
+    if guard is False:
+        return None
+    return WindowGuard(None if guard is True else guard)
 
 
 class PagedRows(PackedRows):
@@ -108,12 +119,19 @@ class BoundedCache(PagedRows):
         chunk: The most tokens of a prompt that are read at a time. Each layer holds `window + chunk - 1` tokens,
             rounded up to whole pages of 64.
         sinks: First tokens of each row that stay visible besides the window (Xiao et al. 2023); for rope.
-        guard: Count how often heads ask for more than their window, see `WindowGuard`; for TRA. It costs a map of the
-            window in every step.
+        guard: Count how often heads ask for more than their window, see `WindowGuard`; for TRA. A number is the
+            relative weight of older keys from which a query counts, True is that of the early stop, which is far
+            smaller. It costs a map of the window in every step.
     """
 
     def __init__(
-        self, n_layers: int, windows: int | Sequence[int], *, chunk: int = 256, sinks: int = 0, guard: bool = False
+        self,
+        n_layers: int,
+        windows: int | Sequence[int],
+        *,
+        chunk: int = 256,
+        sinks: int = 0,
+        guard: bool | float = False,
     ) -> None:
         super().__init__()
         windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
@@ -125,11 +143,13 @@ class BoundedCache(PagedRows):
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         if sinks < 0:
             raise ValueError(f"sinks must be at least 0, got {sinks}")
+        if guard is not False and guard is not True and not 0 < guard < 1:
+            raise ValueError(f"guard must be a weight above 0 and below 1, or True or False, got {guard}")
         self.windows = windows
         self.sinks = sinks
         pinned = -(-sinks // PAGE_SIZE)
         self.layers = [
-            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), WindowGuard() if guard else None)
+            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), new_guard(guard))
             for window in windows
         ]
         self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
@@ -144,6 +164,13 @@ class BoundedCache(PagedRows):
                 "chunks, or give the cache a larger chunk"
             )
         return super().begin(x, key_mask)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Put rows `[N]` of the batch in its place, as beams of a search are chosen. A row may be taken again."""
+        if self.lengths is not None:
+            self.lengths = self.lengths[rows]
+            for layer in self.layers:
+                layer.select_rows(rows)
 
     @property
     def memory_bytes(self) -> int:
@@ -192,6 +219,16 @@ class RingLayer(PagedLayer):
         keys = PagedKeys(*pools, self._table, self._cache.new_lengths, self.window)
         last_is_real = ~self._cache.is_padding[:, -1]
         return CacheView(key, value, None, None, Pages(keys, sinks, self.guard, last_is_real))
+
+    def select_rows(self, rows: Tensor) -> None:
+        """See `BoundedCache`."""
+        if self._buffers is None:
+            return
+        pages = self._table[rows].flatten().long()
+        padding_page = pages.new_full((1,), self._buffers[0].shape[0] - 1)
+        key, value = (buffer[torch.cat([pages, padding_page])] for buffer in self._buffers)
+        self._buffers = key, value
+        self._table = torch.arange(len(pages), dtype=torch.int32, device=pages.device).view(len(rows), self.columns)
 
 
 def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
