@@ -125,8 +125,8 @@ def _check(calibration: Calibration) -> None:
     """Raise an error if what is used of a file has other types or sizes than expected."""
     if not isinstance(calibration.model, dict):
         raise TypeError("model must be an object")
-    if not is_finite(calibration.tolerance):
-        raise TypeError("tolerance must be a number")
+    if not is_finite(calibration.tolerance) or not 0 < calibration.tolerance < 1:
+        raise ValueError("tolerance must be a number above 0 and below 1")
     layers, heads = calibration.model["n_layers"], calibration.model["n_heads"]
     for rows in _grids(calibration):
         if len(rows) != layers or any(len(row) != heads for row in rows):
