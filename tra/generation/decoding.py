@@ -99,7 +99,7 @@ def continuation(
     can_capture = tokens.is_cuda and isinstance(cache, PackedRows) and _runs_without_host(model, tokens.device)
     if graph and not can_capture:
         raise ValueError(
-            "graph=True needs a static cache (capacity='static') on a GPU that the kernels can use, or a bounded one there"
+            "graph=True needs a static cache (capacity='static') on a GPU that the kernels can use, or a bounded one"
         )
     graph = can_capture and max_new_tokens >= MIN_TOKENS_FOR_GRAPH if graph is None else graph
     stops = _as_tensor(stop_tokens, tokens.device)
