@@ -30,7 +30,9 @@ FLOAT32 = (
     "PIECE_SUMS",
     "PIECE_STATS",
 )
-TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(("STOP", "WALK_ENDS", "ROW_BLOCKS"), "i32")
+TYPES = dict.fromkeys(FLOAT32, "fp32") | dict.fromkeys(
+    ("STOP", "WALK_ENDS", "ROW_BLOCKS", "FIRST", "LAST", "TABLE"), "i32"
+)
 FLOATS = (
     "score_scale",
     "scale",
@@ -41,7 +43,7 @@ FLOATS = (
     "log_tolerance",
     "drop_scale",
 )
-NO_TENSORS = ("FIRST", "LAST", "SEED", "MASK")
+ABSENT = ("FIRST", "LAST", "SEED", "MASK", "TABLE", "table_pages")
 EQUAL_ONE = ("stride_f", "group")
 MULTIPLES_OF_16 = ("n_queries", "n_rows", "chunk")
 
@@ -52,7 +54,8 @@ def compiled(kernel: Any, warps: int, stages: int, constants: dict[str, Any], re
     fixed: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(parameter.name for parameter in kernel.params):
-        given = constants | dict.fromkeys(NO_TENSORS) | dict.fromkeys(EQUAL_ONE, 1)
+        absent = () if constants.get("PAGE_BLOCKS") else ABSENT
+        given = constants | dict.fromkeys(absent) | dict.fromkeys(EQUAL_ONE, 1) | {"MASK": None}
         if name in given:
             signature[name], fixed[(index,)] = "constexpr", given[name]
         elif name.isupper():
@@ -150,15 +153,10 @@ def show_all(margin: int, label: str) -> None:
             "ONE_PIECE": False,
             "FLOAT32": False,
         }
-        for fixed in (True, False):
-            name = f"decode, {'fixed' if fixed else 'running'} reference, {width}{label}"
-            show(
-                name,
-                decode_kernels.decode_kernel,
-                tile.warps,
-                tile.stages,
-                size | block | more | {"FIXED_REFERENCE": fixed},
-            )
+        for fixed, pages in ((True, 0), (False, 0), (True, 1)):
+            name = f"decode, {'fixed' if fixed else 'running'} reference, {'pages, ' * pages}{width}{label}"
+            more |= {"FIXED_REFERENCE": fixed, "PAGE_BLOCKS": pages, "RANGES": pages > 0}
+            show(name, decode_kernels.decode_kernel, tile.warps, tile.stages, size | block | more)
 
 
 if __name__ == "__main__":

@@ -11,28 +11,36 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tra.attention import Cache, ThresholdRelativeAttention
+    from tra.attention import BoundedCache, Cache, ThresholdRelativeAttention
     from tra.model import Decoder, DecoderConfig
-    from tra.ops import threshold_relative_attention, threshold_relative_attention_varlen
+    from tra.ops import (
+        threshold_relative_attention,
+        threshold_relative_attention_paged,
+        threshold_relative_attention_varlen,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BoundedCache",
     "Cache",
     "Decoder",
     "DecoderConfig",
     "ThresholdRelativeAttention",
     "__version__",
     "threshold_relative_attention",
+    "threshold_relative_attention_paged",
     "threshold_relative_attention_varlen",
 ]
 
 _HOMES = {
+    "BoundedCache": "tra.attention",
     "Cache": "tra.attention",
     "Decoder": "tra.model",
     "DecoderConfig": "tra.model",
     "ThresholdRelativeAttention": "tra.attention",
     "threshold_relative_attention": "tra.ops",
+    "threshold_relative_attention_paged": "tra.ops",
     "threshold_relative_attention_varlen": "tra.ops",
 }
 

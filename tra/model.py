@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra import unknown_name
-from tra.attention import MECHANISMS, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
-from tra.attention.shared.cache import StaticLayerCache
+from tra.attention import MECHANISMS, BoundedCache, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
+from tra.attention.shared.cache import PackedLayer
 from tra.attention.shared.inputs import check_masks
+from tra.attention.shared.paged_cache import PagedRows
 from tra.attention.shared.positions import positions
 from tra.generation import Sampling, collect, continuation
 
@@ -169,7 +170,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         key_mask: Tensor | None,
-        cache: LayerCache | StaticLayerCache | None,
+        cache: LayerCache | PackedLayer | None,
         document_ids: Tensor | None,
         with_map: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -211,7 +212,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | None = None,
+        cache: Cache | StaticCache | BoundedCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
@@ -221,7 +222,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | None = None,
+        cache: Cache | StaticCache | BoundedCache | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, which the head reads: `[B, T]` -> `[B, T, d_model]`.
@@ -229,7 +230,7 @@ class Decoder(nn.Module):
         Args:
             tokens: `[B, T]` integer ids.
             key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
-            cache: From `new_cache`; the new tokens, any number of them, are added.
+            cache: From `new_cache`, or a `BoundedCache`; the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
         """
         check_tokens(tokens, self.config.vocab_size)
@@ -256,6 +257,7 @@ class Decoder(nn.Module):
         stop_tokens: Sequence[int] = (),
         vocabulary: int | None = None,
         capacity: int | Literal["static"] | None = None,
+        cache: Cache | StaticCache | BoundedCache | None = None,
         prefill_chunk: int | None = None,
         graph: bool | None = None,
         stream: Callable[[Tensor], None] | None = None,
@@ -274,8 +276,11 @@ class Decoder(nn.Module):
             vocabulary: Only ids below it are generated; all by default. For a head that is wider than its vocabulary.
             capacity: Size of a static cache, in tokens of the prompt (padding included) and new ones; "static" is as
                 many as needed. By default the cache grows.
-            prefill_chunk: Number of tokens of the prompts that are read at a time, to save memory; all by default.
-            graph: Decode with a CUDA graph, which needs a static cache; by default where possible and faster.
+            cache: An empty cache to use instead: with a `BoundedCache`, memory doesn't grow with the text.
+            prefill_chunk: Number of tokens of the prompts that are read at a time, to save memory. All by default; with
+                a bounded cache, as many as its `chunk`.
+            graph: Decode with a CUDA graph, which needs a static or bounded cache; by default where possible and
+                faster.
             stream: Called with each new column `[B]`, on the device of the tokens.
         """
         check_tokens(tokens, self.config.vocab_size)
@@ -289,6 +294,7 @@ class Decoder(nn.Module):
             stop_tokens=stop_tokens,
             vocabulary=vocabulary,
             capacity=capacity,
+            cache=cache,
             prefill_chunk=prefill_chunk,
             graph=graph,
         )
@@ -337,12 +343,14 @@ def run_layers(
     The other arguments are those of `Decoder.hidden`.
     """
     layers = list(layers)
+    mechanism: Any = layers[0].self_attn
+    if isinstance(cache, PagedRows) and not mechanism.takes_pages:
+        raise ValueError(f"{type(mechanism).__name__} can't use a bounded cache: it is for TRA and rope")
     past = 0 if cache is None else cache.length
     if key_mask is not None or document_ids is not None:
         check_masks(x, key_mask, past, document_ids)
     if cache is not None:
         x, key_mask = cache.begin(x, key_mask)
-    mechanism: Any = layers[0].self_attn
     if mechanism.marks_input:
         if cache is None:
             x = mechanism.mark_input(x, positions(x, key_mask, past, document_ids))

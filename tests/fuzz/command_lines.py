@@ -14,7 +14,7 @@ from tests.fuzz import values
 
 VERBS = ("train",) * 6 + ("evaluate",) * 6 + ("generate",) * 5 + ("attend",) * 2 + ("prepare",) * 4 + ("suite",) * 5
 ODD_SUITES = ("suite.py:wrong", "suite.py:nothing", "suite.py:none", "a.txt:x", "bad.py:x", "cells", "cells.tar.gz")
-RARE_VERBS = ("report", "export", "bench", "demo")
+RARE_VERBS = ("report", "export", "bench", "demo", "calibrate")
 
 
 @cache

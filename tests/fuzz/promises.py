@@ -160,6 +160,8 @@ def _named_outputs(verb: str, options: argparse.Namespace) -> list[Path | str | 
         return [options.out or "runs"]
     if verb == "evaluate":
         return [options.run]
+    if verb == "calibrate":
+        return [options.run, options.out, "windows.json"]
     if verb == "attend":
         out = options.out or Path("attend.png")
         return [out, *options.runs, *(f"{out.parent}/{out.stem}-{Path(run).name}.npz" for run in options.runs)]

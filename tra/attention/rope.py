@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
+
 from tra.attention.nope import NoPositionAttention
+from tra.attention.shared.inputs import AttentionInputs
+from tra.attention.shared.paged_cache import paged_softmax_attention
 
 
 class RotaryAttention(NoPositionAttention):
     """Softmax attention whose queries and keys are rotated by an angle that grows with position. See `Attention`."""
 
     default_rotary: ClassVar[bool] = True
+    takes_pages: ClassVar[bool] = True
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        if inputs.pages is not None:
+            return paged_softmax_attention(inputs.query, inputs.pages)
+        return super().attend(inputs)

@@ -14,12 +14,14 @@ from tra.attention.shared.base import NORM_EPS, Attention
 from tra.attention.shared.forget_gate import ForgetGate
 from tra.attention.shared.fusing import check_not_overridden
 from tra.attention.shared.inputs import AttentionInputs, key_positions
+from tra.attention.shared.paged_cache import Pages
 from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
     AttentionMap,
     attention_map,
     threshold_relative_attention,
+    threshold_relative_attention_paged,
     threshold_relative_attention_varlen,
 )
 from tra.ops.compiler_workarounds import softmax_or_nothing
@@ -49,6 +51,7 @@ class ThresholdRelativeAttention(Attention):
     default_qk_norm: ClassVar[bool] = True
     config_fields: ClassVar[tuple[str, ...]] = ("gate_bias", "threshold", "margin")
     takes_key_lengths: ClassVar[bool] = True
+    takes_pages: ClassVar[bool] = True
     fused_methods: ClassVar[tuple[str, ...]] = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
     gated: ClassVar[bool] = True
     """Without a gate, distance costs nothing."""
@@ -120,6 +123,8 @@ class ThresholdRelativeAttention(Attention):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         options = self._options | {"impl": self.impl}
         query, key, value, log_forget = inputs.query, inputs.key, inputs.value, self.log_forget(inputs.x)
+        if inputs.pages is not None:
+            return self._attend_to_pages(query, log_forget, inputs.pages)
         if inputs.document_ids is None:
             return threshold_relative_attention(
                 query, key, value, log_forget, key_mask=inputs.key_mask, key_lengths=inputs.key_lengths, **options
@@ -129,6 +134,19 @@ class ThresholdRelativeAttention(Attention):
         ends = _document_ends(inputs.document_ids)
         out = threshold_relative_attention_varlen(query, key, value, log_forget, ends, **options)
         return out.unflatten(0, (inputs.x.shape[0], -1)).transpose(1, 2)
+
+    def _attend_to_pages(self, query: Tensor, log_forget: Tensor, pages: Pages) -> Tensor:
+        options = {name: value for name, value in self._options.items() if name != "dropout"}
+        if pages.sinks:
+            raise ValueError("TRA has no use for attention sinks: a query may keep no key at all; use sinks=0")
+        if pages.guard is not None:
+            if self.score_bound is None:
+                raise ValueError("a window's guard needs the bound on scores that qk_norm=True gives")
+            pages.guard.count(query, log_forget, pages, options)
+        key, value, table, lengths, window = pages.keys
+        return threshold_relative_attention_paged(
+            query, key, value, log_forget, table, lengths, window=window, impl=self.impl, **options
+        )
 
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
         log_forget = self.log_forget(inputs.x)[:, :, rows]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tra import unknown_name
-from tra.attention import MECHANISMS
+from tra.attention import MECHANISMS, BoundedCache
 from tra.config import EvalConfig
 from tra.evaluation.exact_match import chosen_splits, draw_test_set
 from tra.generation import Sampling, continuation
@@ -86,8 +86,13 @@ def continue_prompt(
     max_tokens: int,
     generator: torch.Generator,
     show: Callable[[str], None],
+    cache: BoundedCache | None = None,
 ) -> dict[str, Any]:
-    """Continue one prompt, and call `show` with its text and every new piece of text; return the row for --json."""
+    """Continue one prompt, and call `show` with its text and every new piece of text; return the row for --json.
+
+    Args:
+        cache: An empty cache of bounded size to use; by default one that holds all.
+    """
     stream, tokens = TextStream(output.stop_texts), []
     is_static = generator.device.type == "cuda" and MECHANISMS[model.config.mechanism].takes_key_lengths
     columns = continuation(
@@ -97,8 +102,9 @@ def continue_prompt(
         sampling=sampling,
         generator=generator,
         vocabulary=output.vocabulary,
-        capacity="static" if is_static else None,
-        prefill_chunk=PREFILL_TOKENS,
+        capacity="static" if is_static and cache is None else None,
+        cache=cache,
+        prefill_chunk=PREFILL_TOKENS if cache is None else cache.chunk,
     )
     show(prompt.text)
     for column in columns:

@@ -14,6 +14,9 @@ A language model continues a text, a run of a task a sequence of its symbols:
   tra generate runs/text-demo-tra --prompt "Alice was" --temperature 0.8
   tra generate flipflop-tra --prompt w1i0i1r
 
+In bounded memory, however long the text, with windows by tra calibrate:
+  tra generate runs/text-demo-tra --memory calibrated --max-new-tokens 9999
+
 The most probable token is taken, so the result is always the same, unless
 --temperature, --top-k, --top-p or --number ask for sampling."""
 
@@ -64,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--number", type=int, default=1, metavar="N", help="continuations, or test sequences of a task (default: 1)"
     )
+    parser.add_argument(
+        "--memory",
+        type=str,
+        metavar="WINDOW",
+        help="TRA and rope: keep this many of the newest tokens in each layer's cache, not all; calibrated takes the "
+        "windows that tra calibrate wrote to the run's folder, FILE.json those that it wrote elsewhere. At the end a "
+        "line says for how many queries older keys may have mattered",
+    )
     add_device(parser)
     add_json(
         parser,
@@ -74,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from tra.cli.continuation import choose_prompts, choose_sampling, continue_prompt, output_format
+    from tra.cli.memory import choose_memory, guard_line, guard_row, new_cache
     from tra.runs import RunFolder
     from tra.tasks import generator
     from tra.training import pick_device
@@ -88,10 +100,12 @@ def run(options: argparse.Namespace) -> int:
     output = output_format(task, options.stop)
     prompts, are_equal = choose_prompts(task, config.evaluate, text, options.number, options.seed)
     sampling = choose_sampling(options.temperature, options.top_k, options.top_p, are_equal)
+    memory = None if options.memory is None else choose_memory(options.memory, run)
     model = run.load_model(device)
     for index, prompt in enumerate(prompts):
         if index and not options.json:
             print()
+        cache = None if memory is None else new_cache(memory, config.model)
         continued = continue_prompt(
             model,
             prompt,
@@ -100,11 +114,16 @@ def run(options: argparse.Namespace) -> int:
             options.max_new_tokens or prompt.answer_length or output.default_max_tokens,
             generator(options.seed, "generate", index, device),
             _show_nothing if options.json else _show,
+            cache,
         )
         if options.json:
-            print(json.dumps({"run": options.run, **continued, "seed": options.seed}), flush=True)
-        elif prompt.answer is not None:
+            kept = {} if cache is None or memory is None else {"memory": guard_row(memory, cache)}
+            print(json.dumps({"run": options.run, **continued, "seed": options.seed, **kept}), flush=True)
+            continue
+        if prompt.answer is not None:
             print(f"expected {prompt.answer.strip()}")
+        if cache is not None and memory is not None:
+            print(guard_line(memory, cache), file=sys.stderr)
     return 0
 
 

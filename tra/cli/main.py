@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("tra.cli.train", "train one model, from a preset or a config file"),
     "evaluate": ("tra.cli.evaluate", "measure a trained run: exact match by length, or perplexity"),
     "generate": ("tra.cli.generate", "let a trained run continue a prompt"),
+    "calibrate": ("tra.cli.calibrate", "measure how much context each head of TRA needs"),
     "attend": ("tra.cli.attend", "draw what runs attend to on one sequence"),
     "prepare": ("tra.cli.prepare", "turn text into tokens for training and evaluation"),
     "suite": ("tra.cli.suite", "train and measure a grid of runs, and make its tables"),

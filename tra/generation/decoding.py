@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention import Cache, StaticCache, ThresholdRelativeAttention
+from tra.attention import BoundedCache, Cache, StaticCache, ThresholdRelativeAttention
+from tra.attention.shared.cache import PackedRows
 from tra.attention.shared.inputs import check_masks
 from tra.generation.sampling import GREEDY, TINY, Sampling
 from tra.ops.choice import auto_takes_triton
@@ -60,6 +61,7 @@ def continuation(
     stop_tokens: Sequence[int] = (),
     vocabulary: int | None = None,
     capacity: int | Literal["static"] | None = None,
+    cache: Cache | StaticCache | BoundedCache | None = None,
     prefill_chunk: int | None = None,
     graph: bool | None = None,
 ) -> Iterator[Tensor]:
@@ -88,10 +90,17 @@ def continuation(
             f"a static cache of {capacity:,} tokens can't hold a prompt of {tokens.shape[1]:,} and {max_new_tokens:,} "
             "new tokens"
         )
-    cache = model.new_cache(needed if isinstance(capacity, str) else capacity)
-    can_capture = tokens.is_cuda and isinstance(cache, StaticCache) and _runs_without_host(model, tokens.device)
+    if cache is None:
+        cache = model.new_cache(needed if isinstance(capacity, str) else capacity)
+    else:
+        _check_cache(model, cache, needed, capacity)
+    if isinstance(cache, BoundedCache):
+        prefill_chunk = cache.chunk if prefill_chunk is None else prefill_chunk
+    can_capture = tokens.is_cuda and isinstance(cache, PackedRows) and _runs_without_host(model, tokens.device)
     if graph and not can_capture:
-        raise ValueError("graph=True needs a static cache (capacity='static') on a GPU that the kernels can use")
+        raise ValueError(
+            "graph=True needs a static cache (capacity='static') on a GPU that the kernels can use, or a bounded one"
+        )
     graph = can_capture and max_new_tokens >= MIN_TOKENS_FOR_GRAPH if graph is None else graph
     stops = _as_tensor(stop_tokens, tokens.device)
     return _generate_columns(
@@ -109,7 +118,7 @@ def _generate_columns(
     generator: torch.Generator | None,
     stops: Tensor | None,
     symbols: int,
-    cache: Cache | StaticCache,
+    cache: Cache | StaticCache | BoundedCache,
     prefill_chunk: int | None,
     graph: bool,
 ) -> Iterator[Tensor]:
@@ -131,8 +140,8 @@ def _generate_columns(
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits are NaN: there is no token to choose")
     token = choose(logits)
-    if isinstance(cache, StaticCache):
-        key_mask = None  # a static cache holds no padding
+    if isinstance(cache, PackedRows):
+        key_mask = None  # such a cache holds no padding
     yield token[:, 0]
     next_token: Callable[[Tensor], Tensor] = step
     for done in range(1, max_new_tokens):
@@ -141,7 +150,7 @@ def _generate_columns(
             token = _run_on_side_stream(step, token)
         else:
             if graph and done == WARM_UP_STEPS + 1:
-                assert isinstance(cache, StaticCache)
+                assert isinstance(cache, PackedRows)
                 next_token = _capture_step(step, cache, token)
             token = next_token(token)
         yield token[:, 0]
@@ -152,7 +161,7 @@ def prefill(
     model: Decoder,
     tokens: Tensor,
     key_mask: Tensor | None,
-    cache: Cache | StaticCache,
+    cache: Cache | StaticCache | BoundedCache,
     chunk: int | None = None,
 ) -> Tensor:
     """Read prompts `[B, T]` into a cache, `chunk` tokens at a time.
@@ -175,6 +184,19 @@ def prefill(
     return found
 
 
+def _check_cache(
+    model: Decoder, cache: Cache | StaticCache | BoundedCache, needed: int, capacity: int | str | None
+) -> None:
+    if capacity is not None:
+        raise ValueError(f"give either cache or capacity, got both (capacity={capacity!r})")
+    if cache.length:
+        raise ValueError(f"cache must be empty, got one with {cache.length:,} tokens")
+    if len(cache.layers) != model.config.n_layers:
+        raise ValueError(f"the cache has {len(cache.layers)} layers, the model {model.config.n_layers}")
+    if isinstance(cache, StaticCache) and cache.capacity < needed:
+        raise ValueError(f"a static cache of {cache.capacity:,} tokens can't hold the {needed:,} of prompt and text")
+
+
 def _runs_without_host(model: Decoder, device: torch.device) -> bool:
     """Return whether a step never waits for the device. TRA in PyTorch, without the kernels, does."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.lm_head.weight.dtype
@@ -195,7 +217,7 @@ def _run_on_side_stream(step: Callable[[Tensor], Tensor], token: Tensor) -> Tens
     return token
 
 
-def _capture_step(step: Callable[[Tensor], Tensor], cache: StaticCache, token: Tensor) -> Callable[[Tensor], Tensor]:
+def _capture_step(step: Callable[[Tensor], Tensor], cache: PackedRows, token: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a step as a CUDA graph: one launch. The memory that it reads and writes is fixed."""
     graph_input, graph, length = token.clone(), torch.cuda.CUDAGraph(), cache.length
     with torch.cuda.device(token.device), torch.cuda.graph(graph):

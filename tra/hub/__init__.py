@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from tra.hub._bounded_cache import TRABoundedCache
 from tra.hub._cache import HubLayerCache
 from tra.hub.config import TRAConfig
 from tra.hub.heads import TRAForQuestionAnswering, TRAForSequenceClassification, TRAForTokenClassification
@@ -16,6 +17,7 @@ from tra.hub.model import TRAForCausalLM, TRAModel
 
 __all__ = [
     "HubLayerCache",
+    "TRABoundedCache",
     "TRAConfig",
     "TRAForCausalLM",
     "TRAForQuestionAnswering",

@@ -15,17 +15,21 @@ from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from tra.attention import MECHANISMS, Cache, LayerCache
+from tra.attention import MECHANISMS, BoundedCache, Cache, LayerCache
 from tra.attention.shared.cache import CacheView, check_no_grad
+from tra.hub._bounded_cache import TRABoundedCache
 from tra.hub.config import TRAConfig
 
 
 def adapt(
     cache: TransformersCache, config: TRAConfig, n_layers: int, x: Tensor, attention_mask: Tensor | None
-) -> tuple[Cache, Tensor | None]:
+) -> tuple[Cache | BoundedCache, Tensor | None]:
     """Return a decoder's cache around `cache` for new tokens x `[B, T, d_model]`, and the mask for the decoder."""
     if not isinstance(cache, TransformersCache):
         raise ValueError(f"past_key_values must be a Cache of transformers, got a {type(cache).__name__}")
+    if isinstance(cache, TRABoundedCache):
+        mask = real_keys(attention_mask, x.shape[0], cache.get_seq_length() + x.shape[1])
+        return cache.bounded, mask
     if not is_static(cache):
         return GrowingCache(cache, n_layers), real_keys(attention_mask, x.shape[0], cache.get_seq_length() + x.shape[1])
     if not MECHANISMS[config.mechanism].takes_key_lengths:

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from tra.attention import MECHANISMS, Mechanism
+from tra.hub._bounded_cache import TRABoundedCache, run_in_chunks
 from tra.hub._cache import adapt, is_static, real_keys
 from tra.hub._packing import check_not_packed, document_ids
 from tra.hub.config import TRAConfig
@@ -138,8 +139,8 @@ class TRAModel(TRAPreTrainedModel):
             inputs_embeds: `[B, T, hidden_size]` in their place.
             attention_mask: `[B, cached + T]`, 0 at padding, which may stand anywhere. Positions count real tokens.
                 Outputs at padding have no meaning.
-            past_key_values: A `DynamicCache` or, for mechanisms that can use one, a `StaticCache`; the new tokens are
-                added.
+            past_key_values: A `DynamicCache` or, for mechanisms that can use one, a `StaticCache` or a
+                `TRABoundedCache`; the new tokens are added.
             use_cache: Make a cache if none is given; by default in evaluation, if the config says so.
             output_hidden_states: Also return the input of every layer, and the output.
             output_attentions: Also return every layer's weights `[B, H, T, cached + T]`, with gradients. The values are
@@ -191,7 +192,16 @@ class TRAModel(TRAPreTrainedModel):
             maps.append(weights)
             return x
 
-        hidden: Any = run_layers(inputs_embeds, layers, self.norm, key_mask, cache, documents, call_layer)
+        def run(embeds: Tensor, mask: Tensor | None) -> Tensor:
+            return run_layers(embeds, layers, self.norm, mask, cache, documents, call_layer)
+
+        hidden: Any
+        if isinstance(past_key_values, TRABoundedCache) and length > past_key_values.bounded.chunk:
+            if output_hidden_states:
+                raise ValueError("output_hidden_states doesn't go with a prompt longer than a bounded cache's chunk")
+            hidden = run_in_chunks(run, inputs_embeds, key_mask, past_key_values.bounded.chunk)
+        else:
+            hidden = run(inputs_embeds, key_mask)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values,
@@ -313,6 +323,8 @@ def _check_map(tokens: int, cache: Cache | None) -> None:
     """Raise a ValueError if attention maps of these tokens can't be returned."""
     if cache is not None and is_static(cache):
         raise ValueError("output_attentions doesn't go with a static cache: use a dynamic one")
+    if isinstance(cache, TRABoundedCache):
+        raise ValueError("output_attentions doesn't go with a bounded cache: use a dynamic one")
     if tokens > MAX_MAP_TOKENS:
         raise ValueError(f"output_attentions holds whole maps, so up to {MAX_MAP_TOKENS:,} tokens, got {tokens:,}")
 

@@ -7,11 +7,13 @@ from tra.ops.api import (
     threshold_relative_attention_varlen,
 )
 from tra.ops.full_map import AttentionMap
+from tra.ops.paged import threshold_relative_attention_paged
 
 __all__ = [
     "IMPLEMENTATIONS",
     "AttentionMap",
     "attention_map",
     "threshold_relative_attention",
+    "threshold_relative_attention_paged",
     "threshold_relative_attention_varlen",
 ]

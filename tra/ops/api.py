@@ -91,7 +91,7 @@ def threshold_relative_attention(
             return call(query, key, value, log_forget, key_lengths, kind.pointers)
     plainly_causal = key_mask is None and key_lengths is None
     visible = None if plainly_causal else visible_keys(query, key, key_mask, key_lengths)
-    return _attend(query, key, value, log_forget, visible, options, impl)
+    return attend(query, key, value, log_forget, visible, options, impl)
 
 
 def threshold_relative_attention_varlen(
@@ -134,7 +134,7 @@ def threshold_relative_attention_varlen(
     visible = visible_in_sequences(cu_seqlens_q, cu_seqlens_k, query.shape[0])
     query, key, value, log_forget = (x.transpose(0, 1)[None] for x in (query, key, value, log_forget))
     impl = _choose(query, key, value, log_forget, options, impl)
-    return _attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
+    return attend(query, key, value, log_forget, visible, options, impl)[0].transpose(0, 1)
 
 
 def attention_map(
@@ -193,7 +193,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, optio
     return impl
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,

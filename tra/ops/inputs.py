@@ -43,6 +43,16 @@ LAYOUTS = {
     "key_mask": "[B, Tk]",
     "key_lengths": "[B]",
 }
+PAGED_LAYOUTS = {
+    "query": "[B, H, Tq, D]",
+    "key_pages": "[P, Hkv, page, D]",
+    "value_pages": "[P, Hkv, page, Dv]",
+    "log_forget": "[B, H, Tq]",
+    "block_table": "[B, N]",
+    "key_lengths": "[B]",
+}
+PAGE_UNIT = 64
+"""Pages hold a multiple of so many keys: whole blocks of every kernel."""
 PACKED_LAYOUTS = {
     "query": "[total_q, H, D]",
     "key": "[total_k, Hkv, D]",
@@ -56,10 +66,16 @@ PACKED_LAYOUTS = {
 SIZE_RULES = {
     "key": "must share query's batch and width",
     "value": "must match key in all but width",
+    "key_pages": "must share query's width",
+    "value_pages": "must match key_pages in all but width",
     "log_forget": "must match query in all but width",
 }
 INTEGERS = (torch.int32, torch.int64)
-INDEX_DTYPES = {"key_mask": (torch.bool,), **dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), INTEGERS)}
+INDEX_DTYPES = {
+    "key_mask": (torch.bool,),
+    "block_table": (torch.int32,),
+    **dict.fromkeys(("key_lengths", "cu_seqlens_q", "cu_seqlens_k"), INTEGERS),
+}
 
 
 def reading_is_free(device: torch.device) -> bool:
@@ -86,6 +102,41 @@ def check_attention(
         shortest, longest = int(key_lengths.min()), int(key_lengths.max())
         if shortest < 0 or longest > n_keys:
             raise ValueError(f"key_lengths must lie in 0..{n_keys} (Tk), got {shortest}..{longest}")
+
+
+def check_paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    log_forget: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    window: int | None,
+) -> None:
+    """Check keys and values in pages, and that all keys which queries may see fit into the table."""
+    tensors = (query, key_pages, value_pages, log_forget, block_table, key_lengths)
+    values_are_free = _check_tensors(PAGED_LAYOUTS, tensors)
+    n_queries, page_size = query.shape[2], key_pages.shape[2]
+    capacity = block_table.shape[1] * page_size
+    if page_size % PAGE_UNIT:
+        raise ValueError(f"pages must hold a multiple of {PAGE_UNIT} keys, got {page_size}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
+    if n_queries > capacity:
+        raise ValueError(f"more queries than keys: got Tq = {n_queries}, and a table of {capacity} keys")
+    fits = window is not None and window + n_queries - 1 <= capacity
+    if not values_are_free:
+        return
+    shortest, longest = int(key_lengths.min()), int(key_lengths.max())
+    if shortest < 0 or (longest > capacity and not fits):
+        seen = "no window" if window is None else f"a window of {window}"
+        raise ValueError(
+            f"key_lengths must lie in 0..{capacity} (the table's keys) with {seen} and {n_queries} queries, "
+            f"got {shortest}..{longest}"
+        )
+    lowest, highest = int(block_table.min()), int(block_table.max())
+    if lowest < 0 or highest >= key_pages.shape[0]:
+        raise ValueError(f"block_table must lie in 0..{key_pages.shape[0] - 1} (the pages), got {lowest}..{highest}")
 
 
 def check_packed(
@@ -134,7 +185,7 @@ def _check_tensors(layouts: dict[str, str], tensors: Sequence[Any]) -> bool:
             )
         if name == "query" and query.dtype not in DTYPES:
             raise ValueError(f"query must be a floating-point tensor, got {query.dtype}")
-        if name in ("key", "value") and tensor.dtype != query.dtype:
+        if name.startswith(("key", "value")) and name not in INDEX_DTYPES and tensor.dtype != query.dtype:
             raise ValueError(f"{name} must have query's dtype, got {tensor.dtype}, expected {query.dtype}")
     if sizes["H"] % sizes["Hkv"]:
         raise ValueError(f"query heads must be a multiple of key heads, got {sizes['H']} and {sizes['Hkv']}")

@@ -7,6 +7,7 @@ reads its result on the host, so this form is for a CPU, and it needs a promised
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,22 +35,47 @@ def newest_first_attention(
 
     Neither keys that can't matter nor free slots of a cache are read.
     """
+    end = min(key.shape[2], max(1, int(visible.last.max()) + 1))
+
+    def read(start: int) -> tuple[Tensor, Tensor]:
+        return key[:, :, start:end], value[:, :, start:end]
+
+    return attend_newest_first(query, read, end, log_forget, visible, options)
+
+
+def attend_newest_first(
+    query: Tensor,
+    read: Callable[[int], tuple[Tensor, Tensor]],
+    end: int,
+    log_forget: Tensor,
+    visible: Visible,
+    options: AttentionOptions,
+    unit: int = 1,
+) -> Tensor:
+    """Return the attention to keys `0..end-1`, of which `read(start)` returns keys and values from `start` on.
+
+    Args:
+        unit: `start` is a multiple of it.
+    """
     first, last, key_mask = visible
-    end = min(key.shape[2], max(1, int(last.max()) + 1))
     keys = FIRST_MAP_KEYS
     while True:
-        start = max(0, end - keys)
+        start = max(0, end - keys) // unit * unit
+        key, value = read(start)
         mask = None if key_mask is None else key_mask[:, start:end]
         near = Visible((first - start).clamp(min=0), last - start, mask)
-        part = full_attention_map(query, key[:, :, start:end], log_forget, near, options)
+        part = full_attention_map(query, key, log_forget, near, options)
         keys_left = (start - first).clamp(min=0)[:, None]
-        if start == 0 or _can_stop(part, log_forget, keys_left, options):
-            return weigh_values(part.weights, value[:, :, start:end], mask, query.dtype)
+        if start == 0 or bool(rows_done(part, log_forget, keys_left, options).all()):
+            return weigh_values(part.weights, value, mask, query.dtype)
         keys *= MAP_GROWTH
 
 
-def _can_stop(part: AttentionMap, log_forget: Tensor, keys_left: Tensor, options: AttentionOptions) -> bool:
-    """Say whether the `keys_left` keys `[B, 1, Tq]` older than the map weigh less than the tolerance, in every row."""
+def rows_done(part: AttentionMap, log_forget: Tensor, keys_left: Tensor, options: AttentionOptions) -> Tensor:
+    """Return in which rows the `keys_left` keys `[B, 1, Tq]` older than the map weigh less than the tolerance.
+
+    `[B, H, Tq]` bool.
+    """
     assert options.score_bound is not None
     largest_score = torch.full_like(log_forget, options.score_bound)
     count = part.counted.sum(-1).to(log_forget.dtype)
@@ -61,5 +87,4 @@ def _can_stop(part: AttentionMap, log_forget: Tensor, keys_left: Tensor, options
         options.threshold if options.has_margin else None,
     )
     found = part.logits(log_forget).logsumexp(-1)
-    done = (remaining < found + math.log(options.tolerance)) | (keys_left == 0)  # a NaN is not done
-    return bool(done.all())
+    return (remaining < found + math.log(options.tolerance)) | (keys_left == 0)  # a NaN is not done

@@ -6,6 +6,7 @@ first and the last key of every query, and optionally a mask of real keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,78 @@ def visible_keys(query: Tensor, key: Tensor, key_mask: Tensor | None, key_length
     else:
         last = index + (key_lengths.long()[:, None] - n_queries)
     return Visible(torch.zeros_like(last), last, key_mask)
+
+
+class PagedKeys(NamedTuple):
+    """Keys and values in pages; logical page l of row b is `table[b, l % N]`. Queries stand at the end of the keys.
+
+    Positions are of int64 and count all tokens that a row has had. Kernels receive smaller numbers of int32.
+    """
+
+    key: Tensor  # [P, Hkv, page, D]
+    value: Tensor  # [P, Hkv, page, Dv]
+    table: Tensor  # [B, N] int32
+    lengths: Tensor  # [B]
+    window: int | None
+
+    @property
+    def capacity(self) -> int:
+        """Keys that fit the table."""
+        return self.table.shape[1] * self.key.shape[2]
+
+    def most_keys(self, n_queries: int) -> int | None:
+        """Return how many keys lie between the first and the last that queries may see; None is all from key 0 on."""
+        return None if self.window is None else min(self.capacity, self.window + n_queries - 1)
+
+    def positions(self, n_queries: int) -> Tensor:
+        """Return the queries' positions, `[B, Tq]`."""
+        index = torch.arange(n_queries, device=self.lengths.device)
+        return self.lengths.long()[:, None] - n_queries + index
+
+    def first_keys(self, last: Tensor) -> Tensor:
+        """Return the first key that queries at positions `last` may see: in the window, and not written over."""
+        first = (self.lengths.long()[:, None] - self.capacity).clamp(min=0)
+        return first.expand_as(last) if self.window is None else torch.maximum(first, last - (self.window - 1))
+
+    def first_turn(self, n_queries: int) -> tuple[Tensor, Tensor]:
+        """Return first and last key, `[B, Tq]` int32, less whole turns of the table: the columns stay the same.
+
+        They are below twice the table's capacity, however long a row is.
+        """
+        last = self.positions(n_queries)
+        first = self.first_keys(last)
+        turns = first[:, :1] // self.capacity * self.capacity
+        first, last = (x - turns for x in (first, last.clamp(min=-1)))
+        return first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
+
+    def newest_pages(self, n_queries: int) -> tuple[Visible, Callable[[int], tuple[Tensor, Tensor]], int]:
+        """Return the pages that queries may see, counted so that the newest page of every row is the last.
+
+        Returns:
+            The visible range; a function that returns keys and values `[B, Hkv, end - start, ·]` from `start` on, a
+            multiple of a page, copied side by side; and the number of keys, `end`.
+        """
+        page_size, columns = self.key.shape[2], self.table.shape[1]
+        most = self.most_keys(n_queries)
+        pages = columns if most is None else (most + page_size - 2) // page_size + 1
+        base = (self.lengths.long() - 1).clamp(min=0) // page_size - (pages - 1)  # of each row, negative if it is short
+        last = self.positions(n_queries)
+        first = self.first_keys(last)
+        first, last = (x - base[:, None] * page_size for x in (first, last.clamp(min=-1)))
+
+        def read(start: int) -> tuple[Tensor, Tensor]:
+            page = torch.arange(start // page_size, pages, device=base.device)
+            where = self.table.long().gather(1, (base[:, None] + page).remainder(columns))
+            key, value = (x[where].transpose(1, 2).flatten(2, 3) for x in (self.key, self.value))
+            return key, value
+
+        return Visible(first, last, None), read, pages * page_size
+
+    def stand_ins(self, n_queries: int) -> tuple[Tensor, Tensor]:
+        """Return tensors with the shapes of contiguous keys and values, without their contents."""
+        most = self.most_keys(n_queries)
+        sizes = (self.table.shape[0], -1, self.capacity if most is None else most, -1)
+        return self.key[:1, :, :1].expand(sizes), self.value[:1, :, :1].expand(sizes)
 
 
 def visible_in_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> Visible:

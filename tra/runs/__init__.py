@@ -28,14 +28,17 @@ from tra.runs.replacing import (
 from tra.runs.row_checks import is_finite, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 from tra.runs.variants import mechanism_of, settings_of, variant_of
+from tra.runs.windows_file import STATISTICS, Calibration, model_identity, read_windows, write_windows
 
 __all__ = [
     "LEVELS",
     "LOCK",
     "SHIPPED",
+    "STATISTICS",
     "TEMPORARY",
     "UNREADABLE_ARRAYS",
     "AttentionMaps",
+    "Calibration",
     "LockedError",
     "RunFolder",
     "atomic_file",
@@ -51,6 +54,7 @@ __all__ = [
     "locked_folder_beside",
     "mean_over_heads",
     "mechanism_of",
+    "model_identity",
     "name_in_errors",
     "new_locked_folder",
     "permutation_p",
@@ -58,6 +62,7 @@ __all__ = [
     "put_row",
     "read_attention",
     "read_rows",
+    "read_windows",
     "remove_stale_files",
     "remove_unlocked_folder",
     "replace_folder",
@@ -69,4 +74,5 @@ __all__ = [
     "write_arrays",
     "write_atomically",
     "write_rows",
+    "write_windows",
 ]

@@ -35,6 +35,7 @@ class RunFolder:
         self.perplexity_file = path / "perplexity.jsonl"
         self.diagnosis_file = path / "diagnose.jsonl"
         self.attention_file = path / "attend.npz"
+        self.windows_file = path / "windows.json"
         self.weights_file = path / "model.safetensors"
         self.checkpoint_folder = path / "checkpoints"
 

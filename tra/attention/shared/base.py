@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tra.attention.shared.cache import LayerCache, StaticLayerCache
+from tra.attention.shared.cache import LayerCache, PackedLayer
 from tra.attention.shared.forget_gate import ForgetGate, GateLinear
 from tra.attention.shared.fusing import check_plain_parts, one_product_is_best
 from tra.attention.shared.inputs import AttentionInputs, check_masks, scores, visible_keys
@@ -49,6 +49,8 @@ class Mechanism(nn.Module):
     """It replaces a whole block, not the block's attention alone."""
     takes_key_lengths: ClassVar[bool] = False
     """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
+    takes_pages: ClassVar[bool] = False
+    """It can read keys in pages, of which a query sees a window: a bounded cache, and serving."""
     keeps_state: ClassVar[bool] = False
     """Its cache holds a state of all tokens so far, out of which none can be taken again."""
 
@@ -125,7 +127,7 @@ class Attention(Mechanism):
         self,
         x: Tensor,
         key_mask: Tensor | None = None,
-        cache: LayerCache | StaticLayerCache | None = None,
+        cache: LayerCache | PackedLayer | None = None,
         document_ids: Tensor | None = None,
         with_map: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -153,7 +155,7 @@ class Attention(Mechanism):
         self,
         x: Tensor,
         key_mask: Tensor | None = None,
-        cache: LayerCache | StaticLayerCache | None = None,
+        cache: LayerCache | PackedLayer | None = None,
         document_ids: Tensor | None = None,
     ) -> AttentionInputs:
         """Return queries of the new tokens, keys and values of all tokens, and their masks."""
@@ -168,12 +170,15 @@ class Attention(Mechanism):
         if self.rotary:
             position = positions(x, key_mask, past) if cache is None else cache.positions(x, key_mask)
             query, key = rotate_by_position((query, key), position, self.rope_theta)
-        key_lengths = None
-        if cache is not None:
-            key, value, key_mask, key_lengths = cache.add(key, value, key_mask)
-            if key_lengths is not None and not self.takes_key_lengths:
-                raise ValueError(f"{type(self).__name__} can't use a static cache: decode with a growing one")
-        return AttentionInputs(x, query, key, value, key_mask, document_ids, cache, key_lengths=key_lengths)
+        if cache is None:
+            return AttentionInputs(x, query, key, value, key_mask, document_ids, None)
+        key, value, key_mask, key_lengths, pages = cache.add(key, value, key_mask)
+        if key_lengths is not None and not self.takes_key_lengths:
+            raise ValueError(f"{type(self).__name__} can't use a static cache: decode with a growing one")
+        if pages is not None and self.dropout_now > 0:
+            raise ValueError("keys in pages are for inference: call eval() on the model, which has dropout")
+        masks = {"key_mask": key_mask, "document_ids": document_ids, "key_lengths": key_lengths}
+        return AttentionInputs(x, query, key, value, **masks, cache=cache, pages=pages)
 
     def project_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, normalised but not rotated."""

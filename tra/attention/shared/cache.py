@@ -6,7 +6,7 @@ tokens, adds their keys and values, and receives all that are stored. Any object
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,18 @@ from torch import Tensor
 from tra.attention.shared.positions import positions
 from tra.ops.compiler_workarounds import is_exporting
 
+if TYPE_CHECKING:
+    from tra.attention.shared.paged_cache import Pages
+
 
 class CacheView(NamedTuple):
-    """The keys and values that a layer attends to, new tokens included."""
+    """The keys and values that a layer attends to, new tokens included; the new ones alone where all lie in pages."""
 
     key: Tensor  # [B, Hkv, Tk, D]
     value: Tensor  # [B, Hkv, Tk, Dv]
     key_mask: Tensor | None  # [B, Tk]
     key_lengths: Tensor | None  # [B]: slots in use, if not all are; the new tokens are the last of them
+    pages: Pages | None = None  # where all keys and values are, for mechanisms that `takes_pages`
 
 
 class LayerCache:
@@ -110,33 +114,23 @@ class Cache:
         return x
 
 
-class StaticCache:
-    """Keys and values in buffers of a fixed size: nothing is allocated per token, and lengths stay on the device.
+class PackedRows:
+    """Rows of real tokens without padding, whose lengths stay on the device: what caches of a fixed size share.
 
-    So a CUDA graph can hold a step. Padding isn't stored: the real tokens of every row fill the first slots.
-
-    Args:
-        n_layers: Layers of the decoder.
-        capacity: Tokens that fit.
+    So a CUDA graph can hold a step.
     """
 
-    def __init__(self, n_layers: int, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"a static cache's capacity must be at least 1, got {capacity}")
-        self.capacity, self.length = capacity, 0
-        """Tokens that fit, and tokens received so far, padding included."""
+    def __init__(self) -> None:
+        self.length = 0
+        """Tokens received so far, padding included."""
         self.lengths: Tensor | None = None
         """`[B]`: real tokens stored, None before the first; `end` adds those of the current pass."""
         self.padded = False
         """Whether a mask was given, so that rows may differ in length."""
-        self.layers = [StaticLayerCache(self) for _ in range(n_layers)]
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `Cache`. With padding, real tokens are moved last, as queries stand at the end of the keys."""
         batch, new = x.shape[:2]
-        if self.length + new > self.capacity:
-            after = f" after {self.length:,}" if self.length else ""
-            raise ValueError(f"a static cache of {self.capacity:,} tokens can't take {new:,} more{after}")
         if self.lengths is None:
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=x.device)
         elif len(self.lengths) != batch:
@@ -152,8 +146,7 @@ class StaticCache:
             x = x.gather(1, self._order[..., None].expand_as(x))
         self.new_lengths = self.lengths + real
         self.new_positions = self.new_lengths[:, None] - new + index
-        is_padding = index < (new - real)[:, None]
-        self.slots = self.new_positions.masked_fill(is_padding, self.capacity)  # a slot that is never read
+        self.is_padding = index < (new - real)[:, None]
         return x, None
 
     def end(self, x: Tensor) -> Tensor:
@@ -164,30 +157,75 @@ class StaticCache:
         return x if self._order is None else torch.empty_like(x).scatter_(1, self._order[..., None].expand_as(x), x)
 
 
-class StaticLayerCache:
-    """One layer of a `StaticCache`."""
+class StaticCache(PackedRows):
+    """Keys and values in buffers of a fixed size: nothing is allocated per token, and lengths stay on the device.
 
-    def __init__(self, cache: StaticCache) -> None:
-        self._cache = cache
+    Padding isn't stored: the real tokens of every row fill the first slots.
+
+    Args:
+        n_layers: Layers of the decoder.
+        capacity: Tokens that fit.
+    """
+
+    def __init__(self, n_layers: int, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a static cache's capacity must be at least 1, got {capacity}")
+        super().__init__()
+        self.capacity = capacity
+        """Tokens that fit."""
+        self.layers = [StaticLayerCache(self) for _ in range(n_layers)]
+
+    def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `PackedRows`."""
+        if self.length + x.shape[1] > self.capacity:
+            after = f" after {self.length:,}" if self.length else ""
+            raise ValueError(f"a static cache of {self.capacity:,} tokens can't take {x.shape[1]:,} more{after}")
+        found = super().begin(x, key_mask)
+        self.slots = self.new_positions.masked_fill(self.is_padding, self.capacity)  # a slot that is never read
+        return found
+
+
+class PackedLayer:
+    """One layer of a cache of `PackedRows`."""
+
+    def __init__(self, rows: PackedRows) -> None:
+        self._rows = rows
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
-        return self._cache.length
+        return self._rows.length
 
     def positions(self, _x: Tensor, _key_mask: Tensor | None) -> Tensor:
         """Return `[B, T]`, 0 at padding, where it isn't used."""
-        return self._cache.new_positions.clamp(min=0)
+        return self._rows.new_positions.clamp(min=0)
+
+    def add(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> CacheView:
+        """Store keys and values of the new tokens. See `LayerCache`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check(buffer: Tensor, new: Tensor) -> None:
+        """Raise an error if new keys or values can't go into a buffer."""
+        check_no_grad(new)
+        if buffer.dtype != new.dtype:
+            raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+
+
+class StaticLayerCache(PackedLayer):
+    """One layer of a `StaticCache`."""
+
+    def __init__(self, cache: StaticCache) -> None:
+        super().__init__(cache)
+        self._cache = cache
 
     def add(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> CacheView:
         """Write the new keys and values to their slots. Free slots hold zeros."""
-        check_no_grad(key, value)
         if self._buffers is None:
             self._buffers = self._empty_slots(key), self._empty_slots(value)
         slots = self._cache.slots[:, None, :, None]
         for buffer, new in zip(self._buffers, (key, value), strict=True):
-            if buffer.dtype != new.dtype:
-                raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+            self.check(buffer, new)
             buffer.scatter_(2, slots.expand_as(new), new)
         if key.shape[2] == 1:  # a decoding step: its shapes must not change
             keys, values = (buffer[:, :, : self._cache.capacity] for buffer in self._buffers)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tra.attention.shared.paged_cache import Pages
 from tra.attention.shared.positions import document_numbers, positions
 
 
@@ -23,11 +24,13 @@ class AttentionInputs(NamedTuple):
     cache: Any  # a LayerCache, or an object with its methods, or None
     precomputed: Tensor | None = None  # what a mechanism computes once for all row blocks
     key_lengths: Tensor | None = None  # [B]: keys in use of a static cache, for mechanisms that `takes_key_lengths`
+    pages: Pages | None = None  # all keys and values, for mechanisms that `takes_pages`; `key` and `value` are then new
 
     @property
     def past(self) -> int:
         """Number of keys before the first query's own."""
         assert self.key_lengths is None
+        assert self.pages is None
         return self.key.shape[2] - self.query.shape[2]
 
 

@@ -51,20 +51,25 @@ def decode_attention(
     piece: int | None = None,
     out: Tensor | None = None,
     launcher: Launcher = TRITON,
+    block_table: Tensor | None = None,
+    max_keys: int | None = None,
 ) -> Tensor:
     """Return what `tra::decode` returns, in `out` if given.
 
     With a `tile` or `piece` keys are divided as these say.
     """
     early = _may_stop(options)
+    n_keys = _keys_to_plan(key, block_table, max_keys)
     n_rows = query.shape[2] * query.shape[1] // key.shape[1]
     query, key, value = rows_contiguous(query), _aligned(key), _aligned(value)
     out = empty_out(query, value.shape[3]) if out is None else out
     constants = _constants(query, key, value, first, key_mask, options)
-    tensors = (query, key, value, log_forget, first, last, None if key_mask is None else key_mask.view(torch.uint8))
+    mask = None if key_mask is None else key_mask.view(torch.uint8)
+    table = None if block_table is None else block_table.contiguous()
+    tensors = (query, key, value, log_forget, first, last, mask, table)
 
     def launch_with(tile: ForwardTile) -> None:
-        n_blocks, heads = -(-key.shape[2] // tile.keys), key.shape[0] * key.shape[1]
+        n_blocks, heads = -(-n_keys // tile.keys), query.shape[0] * key.shape[1]
         processors = decode_plan.processor_count(key.device)
         plan = decode_plan.phases(n_blocks, heads, tile.keys, processors, early, piece)
         tile = tile._replace(rows=max(tile.rows, padded(n_rows)))
@@ -75,9 +80,18 @@ def decode_attention(
             launch_with(tile)
         else:
             tiles = decode_plan.decode_tiles(constants["BD"], constants["BDV"], query.element_size(), query.device)
-            kind = ("decode", query.device, query.dtype, n_rows, early, *constants.values())
-            block_shapes.run(kind, key.shape[2], tiles, launch_with)
+            page_size = 0 if table is None else key.shape[2]
+            kind = ("decode", query.device, query.dtype, n_rows, early, page_size, *constants.values())
+            block_shapes.run(kind, n_keys, tiles, launch_with)
     return out
+
+
+def _keys_to_plan(key: Tensor, block_table: Tensor | None, max_keys: int | None) -> int:
+    """Return how many keys a walk may meet: all slots, or in pages those that queries see, from any place in a page."""
+    if block_table is None:
+        return key.shape[2]
+    capacity = block_table.shape[1] * key.shape[2]
+    return capacity if max_keys is None else min(capacity, max_keys) + key.shape[2]
 
 
 def _may_stop(options: AttentionOptions) -> bool:
@@ -114,8 +128,10 @@ def _launch(
     from tra.ops.triton import decode_kernels
 
     launcher.begin()
-    q, k, v, log_forget, first, last, mask = tensors
+    q, k, v, log_forget, first, last, mask, table = tensors
     assert q is not None and k is not None and v is not None and log_forget is not None  # noqa: PT018
+    page_blocks = 0 if table is None else k.shape[2] // tile.keys
+    assert table is None or k.shape[2] % tile.keys == 0
     batch, heads, n_queries, _ = q.shape
     kv_heads, n_keys, value_width = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads
@@ -137,13 +153,14 @@ def _launch(
     for phase in plan:
         launcher.launch(
             decode_kernels.decode_kernel, (batch * kv_heads, phase.pieces),
-            q, k, v, log_forget, first, last, mask, out, sums, stats,
+            q, k, v, log_forget, first, last, mask, table, out, sums, stats,
             *q.stride()[:3], *(stride // stride_unit for x in (k, v) for stride in x.stride()[:3]),
             *log_forget.stride(), *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
             n_queries, n_keys, kv_heads, group, *numbers, *phase[1:], former, pieces,
+            None if table is None else table.shape[1],
             **constants, EARLY=early, LATER_PHASE=former > 0, ONE_PIECE=one_piece,
             PIECES_AT_ONCE=max(16, min(MAX_FORMER_NUMBERS // tile.rows, power_of_two(former))),
-            BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            PAGE_BLOCKS=page_blocks, BM=tile.rows, BN=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         former += phase.pieces
     if one_piece:
@@ -189,10 +206,18 @@ def _decode(
     margin: float,
     score_bound: float | None,
     tolerance: float,
+    block_table: Tensor | None = None,
+    max_keys: int | None = None,
 ) -> Tensor:
-    """Return `[B, H, Tq, Dv]`. Ranges are `[B, Tq]` int32, `key_mask` `[B, Tk]`; slots outside aren't read."""
+    """Return `[B, H, Tq, Dv]`. Ranges are `[B, Tq]` int32, `key_mask` `[B, Tk]`; slots outside aren't read.
+
+    With a `block_table` `[B, N]` int32, `key` and `value` are pages `[P, Hkv, page_size, D]`, and key t of a row is at
+    page `block_table[b, t // page_size % N]`. `max_keys` is then the most keys that lie between the first and the last
+    that a row's queries see; None is all that fit the table, from key 0 on.
+    """
     options = AttentionOptions(scale, threshold, score_bound, tolerance=tolerance, margin=margin)
-    return decode_attention(query, key, value, log_forget, first, last, key_mask, options)
+    table = {"block_table": block_table, "max_keys": max_keys}
+    return decode_attention(query, key, value, log_forget, first, last, key_mask, options, **table)  # type: ignore[arg-type]
 
 
 @_decode.register_fake

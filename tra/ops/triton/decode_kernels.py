@@ -12,7 +12,9 @@ import triton.language as tl
 
 from tra.ops.triton.kernel_parts import LARGE_INDEX, LOG2_E, NO_MARGIN, log, ones_triangle, power, slopes
 
-SIZES = ["stride_s", "n_keys", "kv_heads", "start", "phase_blocks", "min_blocks", "former_pieces", "pieces"]
+SIZES = [
+    "stride_s", "n_keys", "kv_heads", "start", "phase_blocks", "min_blocks", "former_pieces", "pieces", "table_pages",
+]  # fmt: skip
 """Arguments for whose values (1, multiples of 16) no separate kernel is compiled."""
 
 
@@ -30,12 +32,15 @@ def _load_keys(p, start, m_k, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 
 @triton.jit
 def _decode_block(
-    b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask, j, oldest, newest,
-    stride_k, stride_v, stride_m, score_scale, raw_threshold, raw_lower_cut,
+    b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask, p_table, j, oldest,
+    newest, stride_k, stride_v, stride_m, stride_kp, stride_vp, table_pages, score_scale, raw_threshold, raw_lower_cut,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     MARGIN: tl.constexpr, FIXED_REFERENCE: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Take one step of the walk: key block j. Keys that no query sees aren't read.
+
+    PAGE_BLOCKS, where it isn't 0: blocks of a page, whose place is looked up in the table of the row.
 
     Keys lie across warps, so a reduction over them would wait for all warps; a small product doesn't. Each row of
     `b_counts` has the count of newer blocks, less one without a margin. `b_totals` has sums of weights that add up,
@@ -45,8 +50,12 @@ def _decode_block(
     m_k = (o_k >= oldest) & (o_k <= newest)
     if MASKED:
         m_k = m_k & (tl.load(p_mask + o_k.to(tl.int64) * stride_m, mask=m_k, other=0) != 0)
-    b_k = _load_keys(p_k, j * BN, m_k, stride_k, D, BD, BN)
-    b_v = _load_keys(p_v, j * BN, m_k, stride_v, DV, BDV, BN)
+    start = j * BN
+    if PAGE_BLOCKS:
+        page = tl.load(p_table + j // PAGE_BLOCKS % table_pages).to(tl.int64)
+        p_k, p_v, start = p_k + page * stride_kp, p_v + page * stride_vp, j % PAGE_BLOCKS * BN
+    b_k = _load_keys(p_k, start, m_k, stride_k, D, BD, BN)
+    b_v = _load_keys(p_v, start, m_k, stride_v, DV, BDV, BN)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BD] @ [BD, BM] -> [BN, BM]
     m_seen = m_k[:, None] & (o_k[:, None] >= b_first[None, :]) & (o_k[:, None] <= b_last[None, :])
     m_counted = ~(b_s <= raw_threshold) & m_seen  # a NaN counts and stays, so that it shows
@@ -128,16 +137,16 @@ def _former_pieces(
 
 @triton.jit(do_not_specialize=SIZES)
 def decode_kernel(
-    Q, K, V, FORGET, FIRST, LAST, MASK, OUT, PIECE_SUMS, PIECE_STATS,
+    Q, K, V, FORGET, FIRST, LAST, MASK, TABLE, OUT, PIECE_SUMS, PIECE_STATS,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_mb, stride_m, stride_ob, stride_oh, stride_o, stride_s,
     n_queries, n_keys, kv_heads, group, score_scale, raw_threshold, raw_lower_cut, threshold, bound, log_tolerance,
-    start, phase_blocks, min_blocks, former_pieces, pieces,
+    start, phase_blocks, min_blocks, former_pieces, pieces, table_pages,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
     LATER_PHASE: tl.constexpr, ONE_PIECE: tl.constexpr, MARGIN: tl.constexpr, FIXED_REFERENCE: tl.constexpr,
     FLOAT32: tl.constexpr,
-    PIECES_AT_ONCE: tl.constexpr, STRIDE_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    PIECES_AT_ONCE: tl.constexpr, STRIDE_UNIT: tl.constexpr, PRECISION: tl.constexpr, PAGE_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Let all queries of a key head walk one piece of its keys, from right to left.
 
@@ -146,7 +155,8 @@ def decode_kernel(
     PIECE_STATS, four planes: reference and sum of the weights, the number of kept keys, and whether all older keys
     provably don't count. LATER_PHASE: there are `former_pieces` pieces of earlier phases to compare with. ONE_PIECE:
     this is the only piece, so it writes the output. FIXED_REFERENCE: a row's slope is its reference. Strides of keys
-    and values are in units of STRIDE_UNIT.
+    and values are in units of STRIDE_UNIT. PAGE_BLOCKS, where it isn't 0: keys and values lie in pages of that many
+    blocks, their batch strides are those of pages, and logical page l of a row is at column l % `table_pages` of TABLE.
     """
     i_bk, i_piece = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
@@ -201,8 +211,13 @@ def decode_kernel(
     o_d = tl.arange(0, BD)
     p_q = Q + i_b * stride_qb + (o_h * stride_qh + o_t * stride_q)[:, None] + o_d[None, :]
     b_q = tl.load(p_q, mask=m_m[:, None] & (o_d[None, :] < D), other=0.0)
-    p_k = K + (i_b * stride_kb + i_hk * stride_kh) * STRIDE_UNIT
-    p_v = V + (i_b * stride_vb + i_hk * stride_vh) * STRIDE_UNIT
+    if PAGE_BLOCKS:
+        p_k, p_v, p_table = K + i_hk * stride_kh * STRIDE_UNIT, V + i_hk * stride_vh * STRIDE_UNIT, TABLE
+        p_table += i_b * table_pages
+    else:
+        p_k = K + (i_b * stride_kb + i_hk * stride_kh) * STRIDE_UNIT
+        p_v = V + (i_b * stride_vb + i_hk * stride_vh) * STRIDE_UNIT
+        p_table = TABLE
     p_mask = MASK + i_b * stride_mb if MASKED else MASK
     triangle = ones_triangle(BN, MARGIN, True).to(tl.float16)
     ones = tl.full([BN, BN], 1.0, tl.float16)
@@ -215,8 +230,9 @@ def decode_kernel(
         for step in range(now):
             b_o, b_totals, b_ref, b_counts = _decode_block(
                 b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask,
-                j - step, oldest, newest, stride_k * STRIDE_UNIT, stride_v * STRIDE_UNIT, stride_m, score_scale,
-                raw_threshold, raw_lower_cut, D, DV, BD, BDV, BN, MASKED, MARGIN, FIXED_REFERENCE, FLOAT32, PRECISION,
+                p_table, j - step, oldest, newest, stride_k * STRIDE_UNIT, stride_v * STRIDE_UNIT, stride_m,
+                stride_kb * STRIDE_UNIT, stride_vb * STRIDE_UNIT, table_pages, score_scale, raw_threshold,
+                raw_lower_cut, D, DV, BD, BDV, BN, MASKED, MARGIN, FIXED_REFERENCE, FLOAT32, PRECISION, PAGE_BLOCKS,
             )  # fmt: skip
         j -= now
         b_total, b_count = tl.sum(b_totals, 0), tl.max(b_counts, 0) - FIRST_COUNT

@@ -42,10 +42,7 @@ def triton_attention(
     seed: Tensor | None,
 ) -> Tensor:
     """Return the reference's result up to rounding and `tolerance`. `visible` is None for plain causal order."""
-    reason = why_unavailable(query.device, query.dtype, max(query.shape[3], value.shape[3]))
-    if reason is not None:
-        raise RuntimeError(f"impl='triton' is not available: {reason}")
-    refuse_forward_mode("impl='triton'")
+    check_availability(query, value)
     call = choice.Call(query, key, value, log_forget, options)
     decoding = choice.choose(choice.WITHIN_TRITON, call) == "decode"
     first, last, key_mask = visible or (None, None, None)
@@ -63,6 +60,14 @@ def triton_attention(
     return torch.ops.tra.fused_forward(
         query, key, value, log_forget, first, last, seed, *numbers, options.dropout, tolerance, call.wants_gradients
     )[0]
+
+
+def check_availability(query: Tensor, value: Tensor) -> None:
+    """Raise a RuntimeError if the kernels can't take such inputs here, or forward mode is on."""
+    reason = why_unavailable(query.device, query.dtype, max(query.shape[3], value.shape[3]))
+    if reason is not None:
+        raise RuntimeError(f"impl='triton' is not available: {reason}")
+    refuse_forward_mode("impl='triton'")
 
 
 def _longest_keys(key: Tensor) -> Tensor:

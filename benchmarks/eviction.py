@@ -1,0 +1,199 @@
+"""Whether keys that no query keeps should leave a bounded cache first: RUN..., simulated on attention maps.
+
+At equal memory two caches of one head are compared on the real maps of trained models:
+
+- the newest keys: a window;
+- unkept first: a key outside the newest window that none of the last queries let stay leaves first, the oldest of
+  them; without such a key, the oldest of all leaves.
+
+`dropped` is the weight, in the whole map, of keys that a query's cache no longer holds. `shifted` is half the sum of
+absolute differences between the whole map's weights and those over the cache: for a window the same, for a cache with
+gaps more, as keys that left count for no distance. `best` is the weight that the best keys of each query would drop,
+which no cache can know. Measured are the queries of each sequence's second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import command
+from tra.evaluation.calibration import Sequences, check_windowed, task_sequences, text_sequences
+from tra.ops import AttentionMap, attention_map
+from tra.runs import RunFolder, bootstrap_interval, environment
+from tra.text import VOCABULARIES
+from tra.text.task import Text
+
+SHARES = (2, 4, 8, 16, 32)
+"""Memory as a part of the sequence's length: a half to a 32nd."""
+
+MEMORIES = (8, 32, 128)
+"""Queries after which a key that none of them kept may leave."""
+
+
+class Policy(NamedTuple):
+    """Which key leaves a full cache."""
+
+    name: str
+    unkept_for: int | None = None  # queries; None: the oldest key leaves
+    newest: float = 1.0  # share of the memory that always holds the newest keys
+
+
+POLICIES = (
+    Policy("window"),
+    *(Policy("unkept first", queries, newest) for newest in (0.5, 0.125) for queries in MEMORIES),
+)
+
+
+class HeadMaps(NamedTuple):
+    """The maps of one layer on one sequence, `[H, T, T]`, and δ, `[H, T]`."""
+
+    found: AttentionMap
+    log_forget: Tensor
+
+
+def simulate(kept: Tensor, memory: int, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Return which keys each query has in its cache, `[H, T, T]` bool, and how many keys left out of turn, `[H]`.
+
+    Args:
+        kept: `[H, T, T]` bool: the query (second index) lets the key stay in its softmax.
+        memory: Keys that the cache of a head holds.
+    """
+    heads, length, _ = kept.shape
+    here = torch.arange(heads)
+    slots = torch.full((heads, memory), -1)  # numbers of keys
+    last_kept = torch.zeros(heads, memory, dtype=torch.int64)
+    held, early = torch.zeros(heads, length, length, dtype=torch.bool), torch.zeros(heads, dtype=torch.int64)
+    newest = max(1, round(policy.newest * memory))
+    for query in range(length):
+        oldest = slots.argmin(-1)
+        leaves = oldest
+        if policy.unkept_for is not None and query >= memory:
+            # the new key is one of the newest
+            may_leave = (slots <= query - newest) & (query - 1 - last_kept >= policy.unkept_for)
+            unkept = torch.where(may_leave, slots, length).argmin(-1)
+            leaves = torch.where(may_leave.any(-1), unkept, oldest)
+            early += leaves != oldest
+        slots[here, leaves] = query
+        last_kept[here, leaves] = query
+        is_used = slots >= 0
+        index = slots.clamp(min=0)
+        held[:, query].scatter_(1, index, is_used)  # free slots point at key 0, which is among the keys then
+        held[:, query, 0] = (slots == 0).any(-1)
+        last_kept = torch.where(kept[:, query].gather(1, index) & is_used, query, last_kept)
+    return held, early
+
+
+def weights_over(maps: HeadMaps, held: Tensor) -> Tensor:
+    """Return the weights over the keys that are held, `[H, T, T]`: other keys neither stay nor count."""
+    counted = (maps.found.counted & held).to(maps.found.scores.dtype)
+    counted_right = counted.flip(-1).cumsum(-1).flip(-1) - counted
+    logits = maps.found.scores + maps.log_forget[..., None] * (counted_right + 1)
+    logits = logits.masked_fill(~(maps.found.kept & held), -torch.inf)
+    return logits.softmax(-1).nan_to_num(0.0)  # a row without keys
+
+
+def head_maps(model: Any, tokens: Tensor) -> Iterator[HeadMaps]:
+    """Yield the maps of each layer on one sequence `[T]`."""
+    for layer, x in model.attention_inputs(tokens[None]):
+        inputs, log_forget = layer.prepare_inputs(x), layer.log_forget(x)
+        found = attention_map(inputs.query, inputs.key, log_forget, threshold=layer.threshold, margin=layer.margin)
+        yield HeadMaps(AttentionMap(*(part[0].cpu() for part in found)), log_forget[0].cpu())
+
+
+def measure(maps: HeadMaps, memory: int, policy: Policy) -> dict[str, Tensor]:
+    """Return the means over queries of the second half, `[H]` each."""
+    weights, rows = maps.found.weights, slice(maps.found.weights.shape[1] // 2, None)
+    held, early = simulate(maps.found.kept, memory, policy)
+    dropped = (weights * ~held).sum(-1)[:, rows]
+    shifted = (weights - weights_over(maps, held)).abs()[:, rows].sum(-1) / 2
+    whole = weights[:, rows].sum(-1) > 0
+    # a row whose kept keys have all left weighs nothing: it has lost all, not a half
+    shifted = torch.where(whole & (dropped > 1 - 1e-6), 1.0, shifted)
+    best = weights[:, rows].topk(memory, dim=-1).values.sum(-1)
+    return {
+        "dropped": dropped.mean(-1),
+        "shifted": shifted.mean(-1),
+        "best": (weights[:, rows].sum(-1) - best).mean(-1),
+        "out of turn": early / max(1, weights.shape[1] - memory),
+    }
+
+
+@torch.no_grad()
+def bench_eviction(
+    run: RunFolder,
+    sequences: Sequences,
+    shares: Sequence[int] = SHARES,
+    policies: Sequence[Policy] = POLICIES,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Return a row per memory and policy: means over heads and sequences; 95 % intervals resample the sequences."""
+    check_windowed(run.config().model.mechanism)
+    model = run.load_model()
+    found: dict[tuple[int, Policy], list[dict[str, Any]]] = {}
+    for number, tokens in enumerate(sequences.tokens, start=1):
+        progress(f"{run.path.name}, sequence {number} of {len(sequences.tokens)}")
+        layers = list(head_maps(model, torch.from_numpy(tokens)))
+        for share in shares:
+            for policy in policies:
+                of_layers = [measure(maps, max(1, len(tokens) // share), policy) for maps in layers]
+                by_head = {name: torch.cat([row[name] for row in of_layers]).numpy() for name in of_layers[0]}
+                found.setdefault((share, policy), []).append(by_head)
+    rows = []
+    for (share, policy), measured in found.items():
+        row: dict[str, Any] = {"run": run.path.name, "memory": f"1/{share}"} | policy._asdict()
+        for name in measured[0]:
+            values = np.array([by_head[name].mean() for by_head in measured])
+            row[name] = round(float(values.mean()), 6)
+            if name in ("dropped", "shifted"):
+                row[f"{name}, 95 %"] = [round(end, 6) for end in bootstrap_interval(values, np.ones(len(values)))]
+        window = found[share, policies[0]]
+        if policy != policies[0]:  # paired by sequence
+            by_head = np.stack([b["shifted"] - a["shifted"] for a, b in zip(measured, window, strict=True)])
+            gain = by_head.mean(-1)
+            ends = bootstrap_interval(gain, np.ones(len(gain)))
+            row["shifted less than window, 95 %"] = [round(float(x), 6) + 0.0 for x in (gain.mean(), *ends)]
+            row["by layer and head"] = by_head.mean(0).round(6).tolist()
+        rows.append(row)
+    return rows
+
+
+def open_sequences(run: RunFolder, length: int, count: int, seed: int) -> Sequences:
+    """Return pieces of a language model's validation text, or test sequences of a task's first split."""
+    config = run.config()
+    task = config.task.build()
+    if not isinstance(task, Text):
+        return task_sequences(task, config.evaluate, None, count, seed)
+    return text_sequences(task.stream("valid"), VOCABULARIES[task.tokenizer], length, count, seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command.parser("eviction", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence of text")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of sequences")
+    options = parser.parse_args(arguments)
+    rows, about = [], []
+    for name in options.runs:
+        run = RunFolder.open(name)
+        sequences = open_sequences(run, options.length, options.sequences, options.seed)
+        facts: dict[str, Any] = {
+            "text": sequences.text,
+            "source": sequences.source,
+            "length": max(map(len, sequences.tokens)),
+        }
+        facts |= {"sequences": len(sequences.tokens), "trained": run.sessions(), "config": run.config().to_dict()}
+        about.append({"run": run.path.name, **facts})
+        rows += bench_eviction(run, sequences, progress=command.progress)
+    where = environment(torch.device("cpu"))
+    command.show({"environment": where, "seed": options.seed, "runs": about, "rows": rows}, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,311 @@
+"""The bounded cache: what it says is what a full cache says whose queries see a window, and it never grows.
+
+The oracle masks old keys in the whole map of every layer, without any cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import tra
+from tests.attention.test_cache import EXACT, SIDE, decoder, padded, tokens
+from tests.slow import slow
+from tra.attention import MECHANISMS, BoundedCache
+from tra.attention.shared import inputs as attention_inputs
+from tra.model import run_layers
+from tra.ops import api, choice, full_map
+from tra.ops.visible import Visible
+
+TAKE_PAGES = ["tra", "tra-threshold-only", "rope"]
+MECHANISM = pytest.mark.parametrize("mechanism", TAKE_PAGES)
+
+
+@contextmanager
+def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
+    """Hide old keys from every query of a decoder without a cache, layer by layer, in TRA's map and in rope's mask."""
+    layer = -1
+
+    def next_window() -> int:
+        nonlocal layer
+        layer = (layer + 1) % len(windows)
+        return windows[layer]
+
+    def reference(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, *rest: object) -> Tensor:
+        visible, options, _ = rest
+        assert isinstance(visible, Visible)
+        first = (visible.last - next_window() + 1).clamp(min=0)
+        found = full_map.full_attention_map(query, key, log_forget, visible._replace(first=first), options)  # type: ignore[arg-type]
+        return full_map.weigh_values(found.weights, value, None, query.dtype)
+
+    original = attention_inputs.visible_keys
+
+    def visible_keys(inputs: attention_inputs.AttentionInputs, rows: Tensor) -> Tensor:
+        index = torch.arange(inputs.key.shape[2])
+        near = (index > rows[:, None] - next_window()) | (index < sinks)
+        return original(inputs, rows) & near
+
+    def softmax(inputs: attention_inputs.AttentionInputs, dropout: float) -> Tensor:
+        mask = visible_keys(inputs, torch.arange(inputs.query.shape[2]))
+        return torch.nn.functional.scaled_dot_product_attention(
+            inputs.query, inputs.key, inputs.value, attn_mask=mask, enable_gqa=True
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(api.IN_PYTORCH, "reference", reference)
+        patch.setattr(choice, "MAX_REFERENCE_KEYS", 10**9)
+        patch.setattr("tra.attention.nope.softmax_attention", softmax)
+        yield
+
+
+@torch.no_grad()
+def windowed(model: tra.Decoder, text: Tensor, windows: list[int], sinks: int = 0) -> Tensor:
+    with hidden_beyond(windows, sinks):
+        return model(text)
+
+
+@torch.no_grad()
+def read(model: tra.Decoder, text: Tensor, cache: BoundedCache, chunks: list[int]) -> Tensor:
+    assert sum(chunks) == text.shape[1]
+    return torch.cat([model(piece, cache=cache) for piece in text.split(chunks, dim=1)], 1)
+
+
+@MECHANISM
+def test_with_room_for_everything_it_is_the_full_cache(mechanism: str) -> None:
+    model, ids = decoder(mechanism), tokens(3, 40)
+    for chunks in ([1] * 40, [40], [17, 1, 22]):
+        found = read(model, ids, BoundedCache(2, 40, chunk=1), chunks)
+        with torch.no_grad():
+            torch.testing.assert_close(found, model(ids), **EXACT)
+
+
+@MECHANISM
+@pytest.mark.parametrize("margin", [0.0, *slow(1.0, float("inf"))])
+def test_a_window_hides_what_is_older(mechanism: str, margin: float) -> None:
+    """Over several turns of the rings, with a window for each layer, read in chunks and token by token."""
+    changes = {} if mechanism == "rope" else {"margin": margin}
+    model, ids, windows = decoder(mechanism, **changes), tokens(2, 400), [30, 100]
+    right = windowed(model, ids, windows)
+    assert not torch.allclose(right, windowed(model, ids, [30, 101]), **EXACT)
+    chunk = 400 // 16
+    for chunks in ([chunk] * 16, [7, 20] + [1] * 373):
+        cache = BoundedCache(2, windows, chunk=chunk)
+        torch.testing.assert_close(read(model, ids, cache, chunks), right, **EXACT)
+        assert cache.memory_bytes == sum(2 * 2 * (2 * columns + 1) * 64 * 8 * 8 for columns in (1, 2))
+
+
+@MECHANISM
+@SIDE
+def test_padding_changes_nothing(mechanism: str, side: str) -> None:
+    """Nor does what stands there: here NaN, which would poison whatever reads it. Rows wrap at different places."""
+    model = decoder(mechanism)
+    ids, mask, prompts = padded([200, 77, 3], 200, side)
+    alone = [windowed(model, prompt, [20, 50])[0] for prompt in prompts]
+    embedded = model.embed_tokens(ids).masked_fill(~mask[..., None], torch.nan)
+    cache, found, end = BoundedCache(2, [20, 50], chunk=40), [], 0
+    for piece in embedded.split([30, 1, 1, 40, 40, 40, 40, 8], dim=1):
+        end += piece.shape[1]
+        with torch.no_grad():
+            found.append(model.lm_head(run_layers(piece, model.layers, model.norm, mask[:, :end], cache)))
+    for row, expected in enumerate(alone):
+        torch.testing.assert_close(torch.cat(found, 1)[row, mask[row]], expected, **EXACT)
+
+
+@pytest.mark.parametrize("sinks", [1, 4, *slow(70)])
+def test_sinks_stay(sinks: int) -> None:
+    model, ids = decoder("rope"), tokens(2, 300)
+    right = windowed(model, ids, [20, 33], sinks)
+    assert not torch.allclose(right[:, -1], windowed(model, ids, [20, 33])[:, -1], **EXACT)
+    cache = BoundedCache(2, [20, 33], chunk=30, sinks=sinks)
+    torch.testing.assert_close(read(model, ids, cache, [30] * 5 + [1] * 150), right, **EXACT)
+
+
+@MECHANISM
+@torch.no_grad()
+def test_nothing_grows(mechanism: str) -> None:
+    """From token 100 to token 10,000: the same buffers, of the same shapes, and as many keys read."""
+    torch.manual_seed(0)
+    model = tra.Decoder(tra.DecoderConfig(11, d_model=16, n_layers=1, n_heads=1, mechanism=mechanism)).eval()
+    cache, text, seen = BoundedCache(1, 48, chunk=80), tokens(1, 10_000), []
+    (layer,) = cache.layers
+    for piece in text.split(80, dim=1):
+        model(piece, cache=cache)
+        seen.append((cache.memory_bytes, *(buffer.data_ptr() for buffer in layer._buffers or ())))
+    assert len(set(seen)) == 1
+    assert cache.length == 10_000
+
+
+@MECHANISM
+def test_generation_is_that_of_the_window(mechanism: str) -> None:
+    """Greedy, from a prompt longer than the window, padded, in float32, against the whole text read again each time."""
+    model = decoder(mechanism).float()
+    ids, mask, prompts = padded([90, 33], 90, "left")
+    found = model.generate(ids, 100, mask, cache=BoundedCache(2, [20, 40], chunk=16))
+    for row, prompt in enumerate(prompts):
+        text = torch.cat([prompt, found[row : row + 1]], 1)
+        said = windowed(model, text, [20, 40])[0, prompt.shape[1] - 1 : -1].argmax(-1)
+        assert said.tolist() == found[row].tolist()
+
+
+def test_sampling_and_stop_tokens_as_with_any_cache() -> None:
+    model, prompt = decoder("tra"), tokens(3, 9)
+    options = {"temperature": 1.3, "stop_tokens": [3]}
+    said = [
+        model.generate(prompt, 30, generator=torch.Generator().manual_seed(1), cache=cache, **options).tolist()  # type: ignore[arg-type]
+        for cache in (None, BoundedCache(2, 50))
+    ]
+    assert said[0] == said[1]
+
+
+def test_the_kernels_say_the_same() -> None:
+    model, ids = decoder("tra", d_model=64, n_layers=1).float(), tokens(2, 70)
+    expected = model.generate(ids, 3, cache=BoundedCache(1, 20, chunk=40)).tolist()
+    for block in model.layers:
+        block.self_attn.impl = "triton"
+    assert model.generate(ids, 3, cache=BoundedCache(1, 20, chunk=40)).tolist() == expected
+
+
+def test_the_guard_counts_who_asks_for_more() -> None:
+    """Heads that forget at once, and heads that don't; queries without older keys don't count."""
+    model, ids = decoder("tra"), tokens(2, 120)
+    for block in model.layers:
+        torch.nn.init.zeros_(block.self_attn.gate.linear.weight)
+        block.self_attn.gate.linear.bias.data.copy_(torch.tensor([-5.0, -5.0, 8.0, 8.0]))
+    cache = BoundedCache(2, [80, 200], chunk=60, guard=True)
+    read(model, ids, cache, [60] + [1] * 60)
+    first, second = cache.unmet_windows()
+    assert second == {"window": 200, "queries": 0, "unmet": [0] * 4}
+    assert (first["window"], first["queries"]) == (80, 2 * 40)
+    assert first["unmet"] == [0, 0, 80, 80]
+    with pytest.raises(ValueError, match="counts nothing: make it with guard=True"):
+        BoundedCache(2, 80).unmet_windows()
+
+
+def test_the_guard_can_have_a_tolerance_of_its_own() -> None:
+    """The larger it is, the fewer queries count; and the text is the same."""
+    model, ids, counts = decoder("tra"), tokens(2, 120), []
+    for block in model.layers:
+        torch.nn.init.zeros_(block.self_attn.gate.linear.weight)
+        block.self_attn.gate.linear.bias.data.copy_(torch.tensor([-1.0, 1.0, 2.0, 8.0]))
+    for guard in (True, 2**-53, 1e-3, 0.5):
+        cache = BoundedCache(2, 30, chunk=60, guard=guard)
+        read(model, ids, cache, [60] + [1] * 60)
+        counts.append([sum(layer["unmet"]) for layer in cache.unmet_windows()])
+    assert counts[0] == counts[1]  # the early stop's in float64
+    assert counts[1] > counts[2] > counts[3]
+    for guard in (0.0, -1.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="guard must be a weight above 0 and below 1, or True or False, got"):
+            BoundedCache(2, 30, guard=guard)
+
+
+@MECHANISM
+@torch.no_grad()
+def test_rows_can_be_chosen(mechanism: str) -> None:
+    """As beams are: a cache of the chosen rows goes on like one that has read only these, padding included."""
+    model, (ids, mask, _) = decoder(mechanism), padded([90, 40, 3], 90, "left")
+    order, step = torch.tensor([1, 1, 0, 2]), tokens(4, 1)
+    cache, expected = BoundedCache(2, [20, 70], chunk=100), BoundedCache(2, [20, 70], chunk=100)
+    cache.select_rows(order)  # of an empty one, nothing
+    model(ids, mask, cache)
+    model(ids[order], mask[order], expected)
+    cache.select_rows(order)
+    assert cache.memory_bytes == expected.memory_bytes
+    for _ in range(3):
+        torch.testing.assert_close(model(step, cache=cache), model(step, cache=expected), **EXACT)
+
+
+@torch.no_grad()
+def test_a_step_has_one_shape() -> None:
+    """Whatever the length: what a CUDA graph needs. Nor does the number of keys read grow."""
+    model, ids, seen = decoder("tra"), tokens(2, 300), set()
+    cache = BoundedCache(2, 20, chunk=1)
+    for layer in cache.layers:
+        add = layer.add
+
+        def record(*given: Tensor, add: object = add) -> object:
+            view = add(*given)  # type: ignore[operator]
+            keys = view.pages.keys
+            seen.add((keys.key.shape, keys.key.data_ptr(), keys.table.data_ptr(), keys.window))
+            return view
+
+        layer.add = record  # type: ignore[method-assign,assignment]
+    for token in ids.split(1, dim=1):
+        model(token, cache=cache)
+    assert len(seen) == 2
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [300, 300]
+
+
+def test_who_can_use_one() -> None:
+    for mechanism in set(MECHANISMS) - set(TAKE_PAGES):
+        assert not MECHANISMS[mechanism].takes_pages
+        for use in (
+            lambda m: m(tokens(1, 3), cache=BoundedCache(2, 9)),
+            lambda m: m.generate(tokens(1, 3), 2, cache=BoundedCache(2, 9)),
+        ):
+            with pytest.raises(ValueError, match="can't use a bounded cache: it is for TRA and rope"), torch.no_grad():
+                use(decoder(mechanism))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"windows": 0}, "windows must be at least 1, got 0"),
+        ({"windows": [3, -1]}, "windows must be at least 1, got -1"),
+        ({"windows": [3]}, "windows must be one number or one for each of 2 layers, got 1"),
+        ({"windows": 3, "chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"windows": 3, "sinks": -1}, "sinks must be at least 0, got -1"),
+    ],
+)
+def test_bad_ones(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BoundedCache(2, **options)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_what_is_refused() -> None:
+    model, ids = decoder("tra"), tokens(2, 200)
+    cache = BoundedCache(2, 60, chunk=5)
+    assert cache.chunk == 5
+    model(ids[:, :60], cache=cache)  # nothing is written over yet
+    with pytest.raises(ValueError, match="takes at most 5 tokens at a time, got 6: read the prompt in chunks"):
+        model(ids[:, :6], cache=cache)
+    with pytest.raises(ValueError, match="takes at most 5 tokens at a time, got 10"):
+        model.generate(ids, 3, cache=BoundedCache(2, 60, chunk=5), prefill_chunk=10)
+    with pytest.raises(ValueError, match="cache must be empty, got one with 60 tokens"):
+        model.generate(ids, 3, cache=cache)
+    with pytest.raises(ValueError, match=r"give either cache or capacity, got both \(capacity='static'\)"):
+        model.generate(ids, 3, cache=BoundedCache(2, 60), capacity="static")
+    with pytest.raises(ValueError, match="the cache has 3 layers, the model 2"):
+        model.generate(ids, 3, cache=BoundedCache(3, 60))
+    with pytest.raises(ValueError, match="TRA has no use for attention sinks"):
+        model(ids, cache=BoundedCache(2, 200, sinks=4))
+    with pytest.raises(ValueError, match="a window's guard is for TRA"):
+        decoder("rope")(ids, cache=BoundedCache(2, 200, guard=True))
+    with pytest.raises(ValueError, match="needs the bound on scores that qk_norm=True gives"):
+        decoder("tra", qk_norm=False)(ids, cache=BoundedCache(2, 200, guard=True))
+    with pytest.raises(ValueError, match="call eval"):
+        decoder("tra", dropout=0.1).train()(ids, cache=BoundedCache(2, 200))
+    with pytest.raises(ValueError, match=r"the cache holds torch.float64, got torch.float32"):
+        model.float()(ids[:, :1], cache=cache)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        model(ids, cache=BoundedCache(2, 200))
+
+
+@pytest.mark.gpu
+@MECHANISM
+def test_a_graph_says_the_same(mechanism: str) -> None:
+    """As the plain loop on the GPU and greedily as on the CPU, in float32, over several turns of the rings."""
+    model, (ids, mask, _) = decoder(mechanism, d_model=64).float(), padded([90, 40, 1], 90, "left")
+    on_cpu = model.generate(ids, 200, mask, cache=BoundedCache(2, 50, chunk=64))
+    model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
+    said = [
+        model.generate(ids, 200, mask, cache=BoundedCache(2, 50, chunk=64), graph=graph).cpu()
+        for graph in (True, False)
+    ]
+    assert torch.equal(*said)
+    assert torch.equal(said[0], on_cpu)

@@ -1,0 +1,137 @@
+"""`tra generate --memory`: text of any length in a cache of a fixed size, and what its guard says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tra
+from tra.cli.main import main
+from tra.cli.memory import GUARD_TOLERANCE, Memory, guard_line, is_guarded, new_cache
+from tra.evaluation import calibrate, text_sequences
+from tra.presets import preset
+from tra.runs import RunFolder, write_windows
+from tra.text.task import Text
+
+Command = Callable[..., tuple[int, str, str]]
+PROMPT = "Alice was beginning to get very tired of sitting by her sister on the bank"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained runs on text: TRA, which has been calibrated, another TRA, RoPE, FoT."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed, (name, changes) in enumerate(
+        [
+            ("tra", ["model.gate_bias=1"]),
+            ("other", ["model.gate_bias=1"]),
+            ("rope", ["model.mechanism=rope"]),
+            ("forgetting", ["model.mechanism=forgetting"]),
+        ]
+    ):
+        config = preset("text-demo").override(["model.d_model=32", *changes])
+        run = RunFolder(folder / name)
+        run.start(config, resume=False, overwrite=False)
+        torch.manual_seed(seed)
+        run.save_weights(tra.Decoder(config.model), 0)
+    run = RunFolder(folder / "tra")
+    found = calibrate(run, run.load_model(), text_sequences(Text().stream("valid"), 257, 128, 2), 0.01)
+    for file in (run.windows_file, folder / "elsewhere.json", folder / "other/windows.json"):
+        write_windows(file, found)
+    return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runs: Path) -> Command:
+    """`tra generate …` in this process: its status, its output, and what it said besides."""
+    monkeypatch.chdir(runs)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tra", "generate", *map(str, arguments), "--device", "cpu"])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_window_in_tokens(command: Command, runs: Path) -> None:
+    """The text is that of the Python call, and the guard's line comes beside it."""
+    asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 40)
+    status, said, beside = command(*asked, "--memory", 6)
+    assert status == 0
+    assert "memory: 6 tokens in each layer, " in beside
+    assert "; older keys may have weighed more than 0.001 for " in beside
+    status, row, _ = command(*asked, "--memory", 6, "--json")
+    found = json.loads(row)
+    assert said.startswith(PROMPT)
+
+    model = RunFolder(runs / "tra").load_model()
+    ids = torch.tensor([Text().stream("valid").separator, *PROMPT.encode()])[None]
+    cache = tra.BoundedCache(2, 6, guard=GUARD_TOLERANCE)
+    text = model.generate(ids, 40, vocabulary=257, stop_tokens=[256], cache=cache)
+    assert found["tokens"] == text[0].tolist()
+    guard = found["memory"]["guard"]
+    assert guard == cache.unmet_windows()
+    assert found["memory"]["windows"] == [6, 6]
+    assert all(0 <= unmet <= layer["queries"] for layer in guard for unmet in layer["unmet"])
+    assert sum(layer["queries"] for layer in guard) > 0
+
+
+def test_calibrated_windows(command: Command) -> None:
+    asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 5, "--json")
+    whole, calibrated, elsewhere = (
+        json.loads(command(*asked, *options)[1])
+        for options in ((), ("--memory", "calibrated"), ("--memory", "elsewhere.json"))
+    )
+    assert calibrated["memory"]["tolerance"] == 0.01
+    assert len(calibrated["memory"]["windows"]) == 2
+    assert calibrated == elsewhere
+    assert "memory" not in whole
+    assert len(calibrated["tokens"]) == len(whole["tokens"])
+
+
+def test_rope_has_no_guard(command: Command) -> None:
+    status, _, beside = command("rope", "--prompt", PROMPT, "--max-new-tokens", 5, "--memory", 16)
+    assert status == 0
+    assert beside.splitlines()[-1].startswith("memory: 16 tokens in each layer, ")
+    assert beside.splitlines()[-1].endswith("MiB")
+
+
+def test_the_guard_by_hand() -> None:
+    memory = Memory((4, 9), 0.001)
+    assert not is_guarded(new_cache(memory, tra.DecoderConfig.tiny(5, qk_norm=False)))  # nothing bounds its scores
+    cache = new_cache(memory, tra.DecoderConfig.tiny(5))
+    assert (
+        guard_line(memory, cache) == "memory: 4 to 9 tokens in each layer, 0.0 MiB; no text was longer than its window"
+    )
+    for layer, unmet in zip(cache.layers, ([1, 2], [0, 3]), strict=True):
+        assert layer.guard is not None
+        layer.guard.queries, layer.guard.unmet = torch.tensor(6), torch.tensor(unmet)
+    assert guard_line(memory, cache).endswith("; older keys may have weighed more than 0.001 for 25.0% of queries")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tra", "--memory", "0"), "--memory takes at least 1 token, 'calibrated', or a .json file of tra calibrate"),
+        (("tra", "--memory", "-5"), "--memory takes at least 1 token"),
+        (("tra", "--memory", "all"), "got 'all'"),
+        (("tra", "--memory", "9" * 30), "--memory takes at least 1 token"),
+        (("tra", "--memory", "none.json"), "there is no none.json: tra calibrate tra measures windows"),
+        (("other", "--memory", "calibrated"), "was measured on another model than other: its weights differ"),
+        (("rope", "--memory", "calibrated"), "there is no rope/windows.json"),
+        (("forgetting", "--memory", "8"), "forgetting can't use a bounded cache: it is for TRA and rope"),
+    ],
+)
+def test_bad_input_is_one_line(command: Command, arguments: tuple[str, ...], message: str) -> None:
+    status, _, said = command(*arguments)
+    assert status == 2
+    assert message in said
+    assert len(said.splitlines()) == 1

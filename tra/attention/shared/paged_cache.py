@@ -1,0 +1,261 @@
+"""Caches whose keys and values lie in pages: rings, which hold a window of a text of any length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tra.attention.shared.cache import CacheView, PackedLayer, PackedRows
+from tra.ops.inputs import PAGE_UNIT
+from tra.ops.paged import windows_suffice
+from tra.ops.visible import PagedKeys
+
+PAGE_SIZE = PAGE_UNIT
+"""Tokens of a page."""
+
+
+class Pages(NamedTuple):
+    """What a layer attends to."""
+
+    keys: PagedKeys
+    sinks: int = 0
+    """First tokens of each row that stay visible."""
+    guard: WindowGuard | None = None
+    last_is_real: Tensor | None = None  # [B]: whether the last of the new tokens is no padding, for the guard
+
+
+class WindowGuard:
+    """Counts, for each head of a layer, for how many queries a window was provably long enough, and for how many not.
+
+    A query asks for more than the window where the bound on all older keys is not below the tolerance. That says that
+    the older keys may matter, not that they do. Every token of decoding is counted, and of a prompt's chunk the last.
+    Numbers are on the device.
+    """
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        self.tolerance = tolerance
+        """Relative weight of older keys from which a query counts; None is that of the layer's early stop."""
+        self.queries = torch.zeros((), dtype=torch.int64)
+        """Queries that had keys older than the window, a number."""
+        self.unmet = torch.zeros(0, dtype=torch.int64)
+        """`[H]`: those of them that asked for more; empty before the first query."""
+
+    def count(self, query: Tensor, log_forget: Tensor, pages: Pages, options: dict[str, Any]) -> None:
+        """Count the last of the queries `[B, H, Tq, D]`."""
+        if not len(self.unmet):
+            self.queries = torch.zeros((), dtype=torch.int64, device=query.device)
+            self.unmet = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)
+        if self.tolerance is not None:
+            options = options | {"tolerance": self.tolerance}
+        key, value, table, lengths, window = pages.keys
+        assert window is not None
+        assert pages.last_is_real is not None
+        enough = windows_suffice(
+            query[:, :, -1:], key, value, log_forget[:, :, -1:], table, lengths, window=window, **options
+        )
+        self.queries += (pages.last_is_real & (lengths > window)).sum()
+        self.unmet += (pages.last_is_real[:, None] & ~enough[:, :, 0]).sum(0)
+
+
+def new_guard(guard: bool | float) -> WindowGuard | None:
+    """Return what `BoundedCache` is asked for."""
+    if guard is False:
+        return None
+    return WindowGuard(None if guard is True else guard)
+
+
+class PagedRows(PackedRows):
+    """Rows whose tokens go to the pages of a table, in turn."""
+
+    def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `PackedRows`."""
+        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        return super().begin(x, key_mask)
+
+    def places(self, table: Tensor, pinned: int, padding_page: int) -> tuple[Tensor, Tensor]:
+        """Return page and slot of each new token, `[B, T]`, the same for all layers whose tables have as many columns.
+
+        The first `pinned` columns keep the first pages; the others are written again and again in turn.
+        """
+        kind = (table.shape[1], pinned)
+        if kind not in self._places:
+            position = self.new_positions.clamp(min=0)
+            column = position // PAGE_SIZE
+            turning = pinned + (column - pinned).remainder(table.shape[1] - pinned)
+            column = torch.where(column < pinned, column, turning)
+            page = table.long().gather(1, column).masked_fill(self.is_padding, padding_page)
+            self._places[kind] = page, position % PAGE_SIZE
+        return self._places[kind]
+
+
+class PagedLayer(PackedLayer):
+    """One layer of a cache in pages: writes new tokens to their places."""
+
+    def write(self, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Write new keys and values `[B, Hkv, T, ·]`, and return the pools `[P, Hkv, page, ·]`."""
+        assert self._buffers is not None
+        page, slot = places
+        for buffer, new in zip(self._buffers, (key, value), strict=True):
+            self.check(buffer, new)
+            buffer[page, slot] = new.transpose(1, 2)
+        key_pool, value_pool = (buffer.transpose(1, 2) for buffer in self._buffers)
+        return key_pool, value_pool
+
+
+class BoundedCache(PagedRows):
+    """Keys and values of the last tokens alone: the memory of a text of any length is that of a window.
+
+    Each layer is a ring: a new token takes the place of the oldest. Queries see the last `window` real tokens of their
+    row, themselves included. For TRA, whose heads forget, and for rope as sliding-window attention, whose positions go
+    on counting. Padding isn't stored, and lengths stay on the device, as in `StaticCache`.
+
+    Args:
+        n_layers: Layers of the decoder.
+        windows: Tokens that queries see, one number for all layers or one for each.
+        chunk: The most tokens of a prompt that are read at a time. Each layer holds `window + chunk - 1` tokens,
+            rounded up to whole pages of 64.
+        sinks: First tokens of each row that stay visible besides the window (Xiao et al. 2023); for rope.
+        guard: Count how often heads ask for more than their window, see `WindowGuard`; for TRA. A number is the
+            relative weight of older keys from which a query counts, True is that of the early stop, which is far
+            smaller. It costs a map of the window in every step.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        windows: int | Sequence[int],
+        *,
+        chunk: int = 256,
+        sinks: int = 0,
+        guard: bool | float = False,
+    ) -> None:
+        super().__init__()
+        windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
+        if len(windows) != n_layers:
+            raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")
+        if min(windows) < 1:
+            raise ValueError(f"windows must be at least 1, got {min(windows)}")
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {chunk}")
+        if sinks < 0:
+            raise ValueError(f"sinks must be at least 0, got {sinks}")
+        if guard is not False and guard is not True and not 0 < guard < 1:
+            raise ValueError(f"guard must be a weight above 0 and below 1, or True or False, got {guard}")
+        self.windows = windows
+        self.sinks = sinks
+        pinned = -(-sinks // PAGE_SIZE)
+        self.layers = [
+            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), new_guard(guard))
+            for window in windows
+        ]
+        self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
+        """Tokens that can be read at a time, once rings are full."""
+
+    def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `PackedRows`."""
+        new, room = x.shape[1], min(layer.columns for layer in self.layers) * PAGE_SIZE
+        if new > self.chunk and self.length + new > room:
+            raise ValueError(
+                f"this bounded cache takes at most {self.chunk:,} tokens at a time, got {new:,}: read the prompt in "
+                "chunks, or give the cache a larger chunk"
+            )
+        return super().begin(x, key_mask)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Put rows `[N]` of the batch in its place, as beams of a search are chosen. A row may be taken again."""
+        if self.lengths is not None:
+            self.lengths = self.lengths[rows]
+            for layer in self.layers:
+                layer.select_rows(rows)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all keys and values, 0 before the first token."""
+        return sum(layer.memory_bytes for layer in self.layers)
+
+    def unmet_windows(self) -> list[dict[str, Any]]:
+        """Return what the guard counted: for each layer `window`, `queries` and `unmet`, one number a head.
+
+        `queries` had keys older than the window; `unmet` of them asked for more. Waits for the device.
+        """
+        found = []
+        for layer in self.layers:
+            if layer.guard is None:
+                raise ValueError("this bounded cache counts nothing: make it with guard=True")
+            queries, unmet = int(layer.guard.queries), layer.guard.unmet.tolist()
+            found.append({"window": layer.window, "queries": queries, "unmet": unmet})
+        return found
+
+
+class RingLayer(PagedLayer):
+    """One layer of a `BoundedCache`."""
+
+    def __init__(self, cache: BoundedCache, window: int, columns: int, guard: WindowGuard | None) -> None:
+        super().__init__(cache)
+        self._cache = cache
+        self.window, self.columns, self.guard = window, columns, guard
+        """Tokens that queries see, pages of each row, and what counts the queries that asked for more."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers or ())
+
+    def add(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> CacheView:
+        """Write the new keys and values over the oldest."""
+        batch, sinks = key.shape[0], self._cache.sinks
+        pages = batch * self.columns
+        if self._buffers is None:
+            # pages of zeros, and one where padding goes, in memory with all heads of a token side by side
+            shapes = ((pages + 1, PAGE_SIZE, new.shape[1], new.shape[3]) for new in (key, value))
+            key_buffer, value_buffer = (key.new_zeros(shape) for shape in shapes)
+            self._buffers = key_buffer, value_buffer
+            self._table = torch.arange(pages, dtype=torch.int32, device=key.device).view(batch, self.columns)
+        places = self._cache.places(self._table, -(-sinks // PAGE_SIZE), pages)
+        pools = self.write(key, value, places)
+        keys = PagedKeys(*pools, self._table, self._cache.new_lengths, self.window)
+        last_is_real = ~self._cache.is_padding[:, -1]
+        return CacheView(key, value, None, None, Pages(keys, sinks, self.guard, last_is_real))
+
+    def select_rows(self, rows: Tensor) -> None:
+        """See `BoundedCache`."""
+        if self._buffers is None:
+            return
+        pages = self._table[rows].flatten().long()
+        padding_page = pages.new_full((1,), self._buffers[0].shape[0] - 1)
+        key, value = (buffer[torch.cat([pages, padding_page])] for buffer in self._buffers)
+        self._buffers = key, value
+        self._table = torch.arange(len(pages), dtype=torch.int32, device=pages.device).view(len(rows), self.columns)
+
+
+def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
+    """Return causal softmax attention of queries `[B, H, Tq, D]` to a ring, whose keys need no order.
+
+    Slots are read where they are, all of them.
+    """
+    if pages.guard is not None:
+        raise ValueError("a window's guard is for TRA: without its gates nothing bounds what older keys weigh")
+    keys = pages.keys
+    batch, columns = keys.table.shape
+    key, value = (_slots(pool, batch * columns, batch) for pool in (keys.key, keys.value))
+    slot = torch.arange(columns * PAGE_SIZE, device=query.device)
+    last = keys.lengths.long()[:, None] - 1
+    pinned = -(-pages.sinks // PAGE_SIZE) * PAGE_SIZE
+    turn = columns * PAGE_SIZE - pinned
+    newest = last - (last - slot).remainder(turn)  # the newest token that this slot can hold
+    token = torch.where(slot < pinned, slot, newest)[:, None]  # [B, 1, slots]
+    position = keys.positions(query.shape[2])[..., None]  # [B, Tq, 1]
+    assert keys.window is not None
+    is_written = (slot < pinned) | (token >= pinned)
+    visible = is_written & (token <= position) & ((token > position - keys.window) | (slot < pages.sinks))
+    visible |= ~visible.any(-1, keepdim=True)  # queries of padding may stand before the first key
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None], enable_gqa=grouped)
+
+
+def _slots(pool: Tensor, pages: int, batch: int) -> Tensor:
+    """Return the pool `[P, Hkv, page, D]` of a ring as `[B, Hkv, slots, D]`: its pages are the rows', in order."""
+    return pool.transpose(1, 2)[:pages].reshape(batch, -1, pool.shape[1], pool.shape[3]).transpose(1, 2)

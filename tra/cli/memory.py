@@ -1,0 +1,82 @@
+"""The option --memory: generation with a cache of bounded size, and what its guard says at the end."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tra.cli.options import parse_integer
+
+if TYPE_CHECKING:
+    from tra.attention import BoundedCache
+    from tra.model import DecoderConfig
+    from tra.runs import RunFolder
+
+GUARD_TOLERANCE = 1e-3
+"""The weight beyond a window from which its guard counts a query, where no calibration says another."""
+
+
+class Memory(NamedTuple):
+    """Windows of a bounded cache."""
+
+    windows: tuple[int, ...]  # of each layer
+    tolerance: float
+
+
+def choose_memory(asked: str, run: RunFolder) -> Memory:
+    """Return what --memory asks for: a number of tokens, `calibrated`, or a file that tra calibrate wrote."""
+    from tra.attention import MECHANISMS
+    from tra.runs import read_windows
+
+    model = run.config().model
+    if not MECHANISMS[model.mechanism].takes_pages:
+        raise ValueError(f"{model.mechanism} can't use a bounded cache: it is for TRA and rope")
+    if asked == "calibrated" or asked.endswith(".json"):
+        file = run.windows_file if asked == "calibrated" else Path(asked)
+        found = read_windows(file, run)
+        return Memory(tuple(max(heads) for heads in found.windows), found.tolerance)
+    try:
+        window = parse_integer(asked)
+    except (ValueError, argparse.ArgumentTypeError):
+        window = 0
+    if window < 1:
+        raise ValueError(
+            f"--memory takes at least 1 token, 'calibrated', or a .json file of tra calibrate, got {asked!r}"
+        )
+    return Memory((window,) * model.n_layers, GUARD_TOLERANCE)
+
+
+def new_cache(memory: Memory, model: DecoderConfig) -> BoundedCache:
+    """Return an empty cache of these windows, with a guard where scores have a bound: in TRA with normalised keys."""
+    from tra.attention import MECHANISMS, BoundedCache, ThresholdRelativeAttention
+
+    guarded = issubclass(MECHANISMS[model.mechanism], ThresholdRelativeAttention) and model.qk_norm is not False
+    return BoundedCache(len(memory.windows), memory.windows, guard=memory.tolerance if guarded else False)
+
+
+def is_guarded(cache: BoundedCache) -> bool:
+    return all(layer.guard is not None for layer in cache.layers)
+
+
+def guard_row(memory: Memory, cache: BoundedCache) -> dict[str, Any]:
+    """Return what --json says of the memory: windows and bytes, and by layer what the guard counted."""
+    row: dict[str, Any] = {"windows": list(memory.windows), "bytes": cache.memory_bytes}
+    if is_guarded(cache):
+        row |= {"tolerance": memory.tolerance, "guard": cache.unmet_windows()}
+    return row
+
+
+def guard_line(memory: Memory, cache: BoundedCache) -> str:
+    """Return one line for people: the windows, and the share of queries that asked for more."""
+    smallest, largest = min(memory.windows), max(memory.windows)
+    sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
+    line = f"memory: {sizes} tokens in each layer, {cache.memory_bytes / 2**20:.1f} MiB"
+    if not is_guarded(cache):
+        return line
+    rows = cache.unmet_windows()
+    queries = sum(row["queries"] * len(row["unmet"]) for row in rows)
+    if not queries:
+        return f"{line}; no text was longer than its window"
+    share = sum(sum(row["unmet"]) for row in rows) / queries
+    return f"{line}; older keys may have weighed more than {memory.tolerance:g} for {share:.1%} of queries"

@@ -1,0 +1,141 @@
+"""Read and write windows.json: how many of the newest keys each head needs, as a calibration found.
+
+Needs no torch. What is written says on which weights and on which text it was measured; windows of another model are
+refused, since nothing is known of their error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tra.runs.files import write_atomically
+from tra.runs.folder import RunFolder
+from tra.runs.row_checks import is_finite
+from tra.runs.variants import variant_of
+
+FORMAT = 1
+"""Version of the file; one of a later version is refused."""
+
+STATISTICS = ("tail", "mean")
+"""What has to stay below the tolerance: the weight dropped at all but one query in a thousand, or its mean."""
+
+MAX_WINDOW = 2**40
+"""Largest window that a file may hold."""
+
+PerHead = list[list[int]]
+"""A number for each layer and head."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The contents of windows.json. Lists are by layer, then by head."""
+
+    weights_sha256: str
+    """Of the file model.safetensors."""
+    model: dict[str, Any]
+    """The section `model` of the run's config."""
+    variant: str
+    tolerance: float
+    statistic: str
+    """`tail` or `mean`: whose windows a cache takes."""
+    text: str
+    source: str
+    """`documents`, `running text`, or the split of a task."""
+    length: int
+    """Tokens of a sequence. Measured are the queries of its second half, with windows up to half of it."""
+    sequences: int
+    queries: int
+    seed: int
+    device: str
+    seconds: float
+    windows: PerHead
+    """Of the statistic above; the whole length for heads that no measured window is enough for."""
+    mean_windows: PerHead
+    """Smallest windows at which the mean of the dropped weight is below the tolerance."""
+    tail_windows: PerHead
+    """Smallest windows at which at most one query in a thousand drops a weight above the tolerance."""
+    open_heads: list[list[int]]
+    """(layer, head) for which no measured window is enough: they need longer sequences, or look back without end."""
+    dropped: list[list[list[float] | None]]
+    """(mean, low, high) of the weight dropped by `windows`: 95 % intervals, sequences resampled. None of open heads."""
+    beyond: list[list[float | None]]
+    """Share of queries for which `windows` drop more than the tolerance. None of open heads."""
+
+
+def model_identity(run: RunFolder) -> dict[str, Any]:
+    """Return what tells a run's model from others: its weights, its config, its variant."""
+    if not run.weights_file.is_file():
+        raise ValueError(f"{run.path} has no model.safetensors yet: the run hasn't ended")
+    with run.weights_file.open("rb") as file:
+        weights = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        model = json.loads(run.config_file.read_bytes())["model"]
+        return {"weights_sha256": weights, "model": model, "variant": variant_of(model)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{run.config_file} is damaged: it has no model") from None
+
+
+def write_windows(file: Path, calibration: Calibration) -> None:
+    """Write a calibration, a line for each field and each layer."""
+    lines = []
+    for name, value in ({"format": FORMAT} | asdict(calibration)).items():
+        if isinstance(value, list) and value:
+            rows = ",\n    ".join(json.dumps(row) for row in value)
+            lines.append(f"  {json.dumps(name)}: [\n    {rows}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(name)}: {json.dumps(value)}")
+    write_atomically(file, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_windows(file: Path, run: RunFolder) -> Calibration:
+    """Return the calibration of a run's model. A ValueError if it is damaged, or of another model."""
+    if not file.is_file():
+        raise ValueError(f"there is no {file}: tra calibrate {run.path} measures windows")
+    calibration = _parse(file)
+    identity = model_identity(run)
+    for name, what in (("weights_sha256", "weights"), ("model", "config")):
+        if getattr(calibration, name) != identity[name]:
+            raise ValueError(f"{file} was measured on another model than {run.path}: its {what} differ; calibrate anew")
+    return calibration
+
+
+def _parse(file: Path) -> Calibration:
+    try:
+        content = json.loads(file.read_bytes().decode())
+        version = content.pop("format")
+        if not isinstance(version, int):
+            raise TypeError(f"format must be a number, got {version!r}")
+        if version > FORMAT:
+            raise ValueError(f"it has format {version}, this version of tra reads up to {FORMAT}")
+        missing = [field.name for field in fields(Calibration) if field.name not in content]
+        if missing:
+            raise ValueError(f"it has no {missing[0]}")
+        calibration = Calibration(**{field.name: content[field.name] for field in fields(Calibration)})
+        _check(calibration)
+        return calibration
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged, or not a calibration: {error}") from None
+
+
+def _check(calibration: Calibration) -> None:
+    """Raise an error if what is used of a file has other types or sizes than expected."""
+    if not isinstance(calibration.model, dict):
+        raise TypeError("model must be an object")
+    if not is_finite(calibration.tolerance) or not 0 < calibration.tolerance < 1:
+        raise ValueError("tolerance must be a number above 0 and below 1")
+    layers, heads = calibration.model["n_layers"], calibration.model["n_heads"]
+    for rows in _grids(calibration):
+        if len(rows) != layers or any(len(row) != heads for row in rows):
+            raise ValueError(f"its windows are not those of {layers} layers of {heads} heads")
+    for rows in _grids(calibration):
+        for window in (window for row in rows for window in row):
+            if type(window) is not int or not 1 <= window <= MAX_WINDOW:
+                raise ValueError(f"a window must be a number of at least 1, got {window!r}")
+
+
+def _grids(calibration: Calibration) -> tuple[PerHead, ...]:
+    return calibration.windows, calibration.mean_windows, calibration.tail_windows
