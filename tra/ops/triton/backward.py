@@ -62,11 +62,14 @@ def run_backward(
     options: AttentionOptions,
     early: bool,
     factors: NormFactors | None = None,
+    counted_right: Tensor | None = None,
 ) -> None:
     """Fill `grads` by two kernels, over chunks of query rows: what one leaves for the other stays within bounds.
 
     Args:
         early: Whether walks of the forward may have stopped. The `tolerance` of the options isn't read.
+        counted_right: `[B, H, Tq]`, where these keys are a piece of a row's: the counted keys right of it. `state` is
+            then that of whole rows, but for `stop`.
     """
     from tra.ops.triton.backward_kernels import key_gradient_kernel, query_gradient_kernel
 
@@ -109,12 +112,13 @@ def run_backward(
             order = heads_sorted_together(batch * heads, blocks, early) if short else 1
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             query_gradient_kernel[(blocks * batch * heads,)](
-                q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, query_factor,
-                grads.query, grads.forget, slope_inner, offsets, walk_ends,
+                q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, counted_right,
+                query_factor, grads.query, grads.forget, slope_inner, offsets, walk_ends,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(),
                 order, *sizes, *numbers,
                 **constants, BEFORE_NORM=factors is not None, STEEPEST=launch.steepest_slope(query.dtype),
+                PIECE=counted_right is not None,
                 BM=tile.rows, BN=tile.query_keys, KEY_RATIO=tile.keys // tile.query_keys,
                 num_warps=tile.query_warps, num_stages=tile.query_stages,
                 **launch.register_limit(tile.query_registers),

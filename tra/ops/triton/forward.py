@@ -14,6 +14,7 @@ from tra.ops import choice
 from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import without_autocast
 from tra.ops.options import AttentionOptions
+from tra.ops.stop_bound import OlderKeys
 from tra.ops.triton import (
     backward,  # noqa: F401 registers its operator
     block_shapes,
@@ -22,6 +23,7 @@ from tra.ops.triton import (
 )
 from tra.ops.triton.availability import why_unavailable
 from tra.ops.triton.launch import (
+    ForwardState,
     device_guard,
     empty_forward_state,
     heads_sorted_together,
@@ -88,10 +90,34 @@ def _forward(
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a `ForwardState`."""
-    from tra.ops.triton.forward_kernel import forward_kernel
-
     options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance, margin)
     state = empty_forward_state(query, value, training)
+    run_forward(state, query, key, value, log_forget, first, last, seed, options, training)
+    return tuple(state)  # type: ignore[return-value]
+
+
+def run_forward(
+    state: ForwardState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    seed: Tensor | None,
+    options: AttentionOptions,
+    training: bool,
+    older: OlderKeys | None = None,
+    counted: Tensor | None = None,
+) -> None:
+    """Fill `state` and, where these keys are a piece of a row's, the number of `counted` keys `[B, H, Tq]`.
+
+    Args:
+        training: Whether to fill `out_error`, in half precision.
+        older: The keys of the rows that other calls read, in float32; with `counted`.
+    """
+    from tra.ops.triton.forward_kernel import forward_kernel
+
     batch, heads, n_queries, width = query.shape
     kv_heads, n_keys = key.shape[1:3]
     early = options.tolerance > 0
@@ -100,7 +126,7 @@ def _forward(
     longest_key = state.reference  # not read
     bound = (options.score_bound or 0.0) * unit
     if norms:
-        longest_key = _longest_keys(key)
+        longest_key = _longest_keys(key) if older is None else older.largest[:, None].float()
         # A computed product exceeds the norms' product by D roundings.
         bound = options.scale * unit * (1 + (width + 16) * 2.0**-23)
     q, k, v = (rows_contiguous(x) for x in (query, key, value))
@@ -111,16 +137,18 @@ def _forward(
         "KEEP_OUT_ERROR": training and query.dtype != torch.float32,
         "REF_SHIFT": 15.0 if query.dtype == torch.float16 else 0.0,
         "STEEPEST": launch.steepest_slope(query.dtype),
+        "PIECE": counted is not None,
     }
     numbers = (
         options.scale * unit, *launch.cuts(options), options.threshold * unit, bound,
-        math.log(options.tolerance) * unit if early else 0.0, *launch.drop_arguments(options.dropout),
+        math.log(options.tolerance) * unit if early else 0.0, 0.0 if older is None else float(older.number),
+        *launch.drop_arguments(options.dropout),
     )  # fmt: skip
 
     def launch_with(tile: block_shapes.ForwardTile) -> None:
         blocks = -(-n_queries // tile.rows)
         forward_kernel[(blocks * batch * heads,)](
-            q, k, v, log_forget, first, last, longest_key, seed, *state,
+            q, k, v, log_forget, first, last, longest_key, seed, *state, counted,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *state.out.stride()[:3],
             heads_sorted_together(batch * heads, blocks, early, min_heads=16),
             n_queries, n_keys, heads, heads // kv_heads, *numbers,
@@ -131,7 +159,6 @@ def _forward(
     tiles = block_shapes.candidates(block_shapes.FORWARD, constants["BD"], constants["BDV"], q.element_size(), q.device)
     with device_guard(q.device):
         block_shapes.run((q.device, query.dtype, *constants.values()), n_keys, tiles, launch_with)
-    return tuple(state)  # type: ignore[return-value]
 
 
 @_forward.register_fake
