@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tra.attention import Cache, ThresholdRelativeAttention
     from tra.model import Decoder, DecoderConfig
-    from tra.ops import threshold_relative_attention, threshold_relative_attention_varlen
+    from tra.ops import (
+        SequenceParts,
+        context_parallel_attention,
+        threshold_relative_attention,
+        threshold_relative_attention_varlen,
+    )
 
 __version__ = "0.1.0"
 
@@ -21,8 +26,10 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "SequenceParts",
     "ThresholdRelativeAttention",
     "__version__",
+    "context_parallel_attention",
     "threshold_relative_attention",
     "threshold_relative_attention_varlen",
 ]
@@ -31,7 +38,9 @@ _HOMES = {
     "Cache": "tra.attention",
     "Decoder": "tra.model",
     "DecoderConfig": "tra.model",
+    "SequenceParts": "tra.ops",
     "ThresholdRelativeAttention": "tra.attention",
+    "context_parallel_attention": "tra.ops",
     "threshold_relative_attention": "tra.ops",
     "threshold_relative_attention_varlen": "tra.ops",
 }

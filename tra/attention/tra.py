@@ -18,7 +18,9 @@ from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
     AttentionMap,
+    SequenceParts,
     attention_map,
+    context_parallel_attention,
     threshold_relative_attention,
     threshold_relative_attention_varlen,
 )
@@ -49,6 +51,7 @@ class ThresholdRelativeAttention(Attention):
     default_qk_norm: ClassVar[bool] = True
     config_fields: ClassVar[tuple[str, ...]] = ("gate_bias", "threshold", "margin")
     takes_key_lengths: ClassVar[bool] = True
+    takes_parts: ClassVar[bool] = True
     fused_methods: ClassVar[tuple[str, ...]] = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
     gated: ClassVar[bool] = True
     """Without a gate, distance costs nothing."""
@@ -129,6 +132,18 @@ class ThresholdRelativeAttention(Attention):
         ends = _document_ends(inputs.document_ids)
         out = threshold_relative_attention_varlen(query, key, value, log_forget, ends, **options)
         return out.unflatten(0, (inputs.x.shape[0], -1)).transpose(1, 2)
+
+    def attend_to_parts(self, x: Tensor, key_mask: Tensor | None, parts: SequenceParts) -> Tensor:
+        if self.rotary:
+            raise ValueError("rotary=True needs positions, which a sequence that processes share doesn't have")
+        options = self._options
+        if options.pop("dropout") > 0:
+            raise ValueError(f"a sequence that processes share has no dropout, got {self.dropout}: set it to 0")
+        inputs = self.prepare_inputs(x, key_mask)
+        return context_parallel_attention(
+            inputs.query, inputs.key, inputs.value, self.log_forget(x), parts,
+            key_mask=key_mask, impl=self.impl, **options,
+        )  # fmt: skip
 
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
         log_forget = self.log_forget(inputs.x)[:, :, rows]
