@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tra.attention import BoundedCache, Cache, ThresholdRelativeAttention
     from tra.model import Decoder, DecoderConfig
     from tra.ops import (
+        SequenceParts,
+        context_parallel_attention,
         threshold_relative_attention,
         threshold_relative_attention_paged,
         threshold_relative_attention_varlen,
@@ -26,8 +28,10 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "SequenceParts",
     "ThresholdRelativeAttention",
     "__version__",
+    "context_parallel_attention",
     "threshold_relative_attention",
     "threshold_relative_attention_paged",
     "threshold_relative_attention_varlen",
@@ -38,7 +42,9 @@ _HOMES = {
     "Cache": "tra.attention",
     "Decoder": "tra.model",
     "DecoderConfig": "tra.model",
+    "SequenceParts": "tra.ops",
     "ThresholdRelativeAttention": "tra.attention",
+    "context_parallel_attention": "tra.ops",
     "threshold_relative_attention": "tra.ops",
     "threshold_relative_attention_paged": "tra.ops",
     "threshold_relative_attention_varlen": "tra.ops",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from tra.attention.shared.inputs import check_masks
 from tra.attention.shared.paged_cache import PagedRows
 from tra.attention.shared.positions import positions
 from tra.generation import Sampling, collect, continuation
+from tra.ops.context.parts import SequenceParts
 
 RENAMED_PARAMETERS = {
     r"\bembedding\.weight": "embed_tokens.weight",
@@ -173,6 +175,7 @@ class Block(nn.Module):
         cache: LayerCache | PackedLayer | None,
         document_ids: Tensor | None,
         with_map: bool = False,
+        parts: SequenceParts | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the new residual stream, and the attention weights `[B, H, Tq, Tk]` if asked for."""
         normed = self.input_layernorm(x)
@@ -180,6 +183,8 @@ class Block(nn.Module):
         weights = None
         if with_map:
             attended, weights = self.self_attn(normed, key_mask, cache, document_ids, with_map)
+        elif parts is not None:
+            attended = self.self_attn(normed, key_mask, cache, document_ids, parts=parts)
         else:
             attended = self.self_attn(normed, key_mask, cache, document_ids)
         x = residual + attended
@@ -214,9 +219,10 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         cache: Cache | StaticCache | BoundedCache | None = None,
         document_ids: Tensor | None = None,
+        parts: SequenceParts | None = None,
     ) -> Tensor:
         """Return logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
-        return self.lm_head(self.hidden(tokens, key_mask, cache, document_ids))
+        return self.lm_head(self.hidden(tokens, key_mask, cache, document_ids, parts=parts))
 
     def hidden(
         self,
@@ -224,6 +230,8 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         cache: Cache | StaticCache | BoundedCache | None = None,
         document_ids: Tensor | None = None,
+        *,
+        parts: SequenceParts | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, which the head reads: `[B, T]` -> `[B, T, d_model]`.
 
@@ -232,9 +240,16 @@ class Decoder(nn.Module):
             key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
             cache: From `new_cache`, or a `BoundedCache`; the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
+            parts: How processes share the sequence, of which tokens and `key_mask` are this one's part.
         """
         check_tokens(tokens, self.config.vocab_size)
-        return run_layers(self.embed_tokens(tokens), self.layers, self.norm, key_mask, cache, document_ids)
+        x = self.embed_tokens(tokens)
+        if parts is None:
+            return run_layers(x, self.layers, self.norm, key_mask, cache, document_ids)
+        if not MECHANISMS[self.config.mechanism].takes_parts:
+            raise ValueError(f"{self.config.mechanism} can't attend to a sequence that processes share: use tra")
+        call_layer = functools.partial(_call_with_parts, parts)
+        return run_layers(x, self.layers, self.norm, key_mask, cache, document_ids, call_layer)
 
     def new_cache(self, capacity: int | None = None) -> Cache | StaticCache:
         """Return an empty KV cache: growing, or static with room for `capacity` tokens."""
@@ -360,6 +375,11 @@ def run_layers(
         inputs = (x, key_mask, None if cache is None else cache.layers[index], document_ids)
         x = layer(*inputs) if call_layer is None else call_layer(layer, *inputs)
     return norm(x if cache is None else cache.end(x))
+
+
+def _call_with_parts(parts: SequenceParts, layer: nn.Module, *inputs: Any) -> Tensor:
+    """Call a layer on a process's part of a sequence."""
+    return layer(*inputs, parts=parts)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:

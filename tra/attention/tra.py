@@ -19,7 +19,9 @@ from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
     AttentionMap,
+    SequenceParts,
     attention_map,
+    context_parallel_attention,
     threshold_relative_attention,
     threshold_relative_attention_paged,
     threshold_relative_attention_varlen,
@@ -52,6 +54,7 @@ class ThresholdRelativeAttention(Attention):
     config_fields: ClassVar[tuple[str, ...]] = ("gate_bias", "threshold", "margin")
     takes_key_lengths: ClassVar[bool] = True
     takes_pages: ClassVar[bool] = True
+    takes_parts: ClassVar[bool] = True
     fused_methods: ClassVar[tuple[str, ...]] = ("prepare_inputs", "project_heads", "project", "log_forget", "attend")
     gated: ClassVar[bool] = True
     """Without a gate, distance costs nothing."""
@@ -147,6 +150,18 @@ class ThresholdRelativeAttention(Attention):
         return threshold_relative_attention_paged(
             query, key, value, log_forget, table, lengths, window=window, impl=self.impl, **options
         )
+
+    def attend_to_parts(self, x: Tensor, key_mask: Tensor | None, parts: SequenceParts) -> Tensor:
+        if self.rotary:
+            raise ValueError("rotary=True needs positions, which a sequence that processes share doesn't have")
+        options = self._options
+        if options.pop("dropout") > 0:
+            raise ValueError(f"a sequence that processes share has no dropout, got {self.dropout}: set it to 0")
+        inputs = self.prepare_inputs(x, key_mask)
+        return context_parallel_attention(
+            inputs.query, inputs.key, inputs.value, self.log_forget(x), parts,
+            key_mask=key_mask, impl=self.impl, **options,
+        )  # fmt: skip
 
     def logits(self, inputs: AttentionInputs, rows: Tensor) -> Tensor:
         log_forget = self.log_forget(inputs.x)[:, :, rows]

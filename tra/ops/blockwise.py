@@ -22,7 +22,7 @@ from tra.ops.dropout import keep_weights
 from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import compute_dtype, without_autocast
 from tra.ops.options import AttentionOptions
-from tra.ops.stop_bound import RemainingScores, euclidean_norms, log_remaining_weight
+from tra.ops.stop_bound import OlderKeys, RemainingScores, euclidean_norms, log_remaining_weight
 from tra.ops.visible import Visible, without_padding
 
 
@@ -120,26 +120,56 @@ def _forward(
     Maximum and sum stay apart: their joint logarithm would cost the weights of backward a digit.
     """
     options = AttentionOptions(scale, threshold, score_bound, dropout, tolerance, margin)
+    rows, stops = walk_forward(query, key, value, log_forget, first, last, seed, options)
+    return rows.out, rows.highest, rows.total, stops
+
+
+def walk_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor,
+    last: Tensor,
+    seed: Tensor,
+    options: AttentionOptions,
+    older: OlderKeys | None = None,
+) -> tuple[RunningSoftmax, Tensor]:
+    """Return what each row `[B, H, Tq]` found, `out` divided by the sum, and the oldest key block visited.
+
+    Args:
+        older: Further keys of the rows, left of these, which another call reads: a walk stops only where these don't
+            count either.
+
+    Returns:
+        A `RunningSoftmax`, and `[B Hkv, blocks of queries]` int64.
+    """
     layout = Layout(query, key, value, first, last)
     walks = layout.walks()
     out = query.new_empty(*query.shape[:3], layout.value_width, dtype=layout.dtype)
-    highest, total = (query.new_empty(query.shape[:3], dtype=layout.dtype) for _ in range(2))
+    highest, total, counted = (query.new_empty(query.shape[:3], dtype=layout.dtype) for _ in range(3))
     stops = torch.empty(layout.n, len(walks), dtype=torch.int64, device=query.device)
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
     # A sum of values near the largest number would overflow before it is divided by the sum of the weights.
     is_large = bool(values.abs().amax() > torch.finfo(layout.dtype).max / HEADROOM)
     values = values.to(layout.dtype) / HEADROOM if is_large else values
     remaining = None
-    if tolerance > 0:
-        remaining = RemainingScores(keys, values, layout.key_block, layout.dtype, scale, score_bound)
+    if options.tolerance > 0:
+        remaining = RemainingScores(
+            keys, values, layout.key_block, layout.dtype, options.scale, options.score_bound, older
+        )
+    n_older = 0 if older is None else older.number
     for number, walk in enumerate(walks):
         rows = layout.row_block(walk.rows, query, log_forget)
         with without_autocast(query.device):
-            b_state, stops[:, number] = _walk_forward(layout, walk, rows, keys, values, seed, options, remaining)
+            b_state, stops[:, number] = _walk_forward(
+                layout, walk, rows, keys, values, seed, options, remaining, n_older
+            )
         layout.put(out, walk.rows, b_state.out * HEADROOM if is_large else b_state.out)
         layout.put(highest, walk.rows, b_state.highest)
         layout.put(total, walk.rows, b_state.total)
-    return out, highest, total, stops
+        layout.put(counted, walk.rows, b_state.counted_keys)
+    return RunningSoftmax(highest, total, counted, out), stops
 
 
 def _walk_forward(
@@ -151,6 +181,7 @@ def _walk_forward(
     seed: Tensor,
     options: AttentionOptions,
     remaining: RemainingScores | None,
+    n_older: int,
 ) -> tuple[RunningSoftmax, Tensor]:
     """Return the state of all rows, `out` divided by the sum, and each head's oldest key block visited."""
     norm = euclidean_norms(rows.query)
@@ -173,6 +204,7 @@ def _walk_forward(
         if remaining is None or index == walk.oldest:
             continue
         keys_left = ((rows.last + 1).clamp(max=index * layout.key_block) - rows.first).clamp(min=0).to(layout.dtype)
+        keys_left = torch.where(rows.last >= rows.first, keys_left + n_older, keys_left)
         largest_score = remaining.left_of(index, norm, heads).to(layout.dtype)
         margin_threshold = options.threshold if options.has_margin else None
         bound = log_remaining_weight(rows.log_forget, state.counted_keys, keys_left, largest_score, margin_threshold)
@@ -251,22 +283,50 @@ def _backward(
     margin: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Repeat the walk for the gradients: counts are recomputed, stops are the forward's, sums have a fixed order."""
+    """Return the gradients of query, key, value and log_forget, in their dtypes."""
     options = AttentionOptions(scale, threshold, dropout=dropout, margin=margin)
+    rows = RunningSoftmax(highest, total, torch.zeros_like(total), out)
+    grads = walk_backward(grad_out, query, key, value, log_forget, first, last, seed, rows, stops, options)
+    inputs = (query, key, value, log_forget)
+    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip(inputs, grads, strict=True))  # type: ignore[return-value]
+
+
+def walk_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_forget: Tensor,
+    first: Tensor,
+    last: Tensor,
+    seed: Tensor,
+    state: RunningSoftmax,
+    stops: Tensor,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Repeat the walk for the gradients: counts are recomputed, stops are the forward's, sums have a fixed order.
+
+    Args:
+        state: What whole rows found, but for `counted_keys`: those right of these keys, which are a piece of a row's.
+
+    Returns:
+        Gradients of query, key, value and log_forget, in the dtype of sums.
+    """
+    dropout, scale = options.dropout, options.scale
     layout = Layout(query, key, value, first, last)
     keys, values = layout.flat_keys(key), layout.flat_keys(value)
-    grad_query, grad_forget = torch.empty_like(query), torch.empty_like(log_forget)
+    grad_query, grad_forget = (torch.empty(x.shape, dtype=layout.dtype, device=x.device) for x in (query, log_forget))
     grad_keys, grad_values = (torch.zeros(x.shape, dtype=layout.dtype, device=x.device) for x in (keys, values))
     for number, walk in enumerate(layout.walks()):
         rows = layout.row_block(walk.rows, query, log_forget)
         b_grad_out = layout.take(grad_out, walk.rows)
-        b_highest, b_total = layout.take(highest, walk.rows), layout.take(total, walk.rows)
+        b_highest, b_total = layout.take(state.highest, walk.rows), layout.take(state.total, walk.rows)
         empty = b_total == 0  # a row that keeps nothing has no weights to scale
         b_highest, b_total = b_highest.masked_fill(empty, 0.0), b_total.masked_fill(empty, 1.0)
         # Sum over keys of weight · its gradient. It cancels against the gradients below, hence the precision.
-        inner = (b_grad_out.double() * layout.take(out, walk.rows).double()).sum(-1).to(layout.dtype)
+        inner = (b_grad_out.double() * layout.take(state.out, walk.rows).double()).sum(-1).to(layout.dtype)
         b_grad_query, b_grad_forget = torch.zeros_like(rows.query), torch.zeros_like(rows.log_forget)
-        count = torch.zeros_like(rows.log_forget)
+        count = layout.take(state.counted_keys, walk.rows).clone()
         b_stops = stops[:, number].tolist()
         for index in range(walk.newest, min(b_stops) - 1, -1):
             visiting = [n for n, stop in enumerate(b_stops) if stop <= index]  # heads whose forward read this block
@@ -291,8 +351,7 @@ def _backward(
         layout.put(grad_query, walk.rows, b_grad_query)
         layout.put(grad_forget, walk.rows, b_grad_forget)
     grad_key, grad_value = (
-        torch.empty_like(like).copy_(grad[:, : layout.n_keys].view(like.shape))
-        for grad, like in ((grad_keys, key), (grad_values, value))
+        grad[:, : layout.n_keys].reshape(like.shape) for grad, like in ((grad_keys, key), (grad_values, value))
     )
     return grad_query, grad_key, grad_value, grad_forget
 

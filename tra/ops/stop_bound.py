@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,32 +28,60 @@ def log_remaining_weight(
     return largest_score + decay + terms.log() + rounding
 
 
+class OlderKeys(NamedTuple):
+    """Keys of a row that are not in a call, because another call reads them."""
+
+    number: int  # of them, or more
+    largest: Tensor  # [N]: the largest of `key_bounds` of them and of the keys in the call
+
+
 class RemainingScores:
     """The largest score that a row can have left of a key block. NaN, which stops no walk, where a NaN is left.
 
     Args:
         keys: `[N, T, D]`, T whole blocks of `block` keys.
         values: `[N, T, Dv]`.
+        older: Further keys of the rows, left of these.
     """
 
     def __init__(
-        self, keys: Tensor, values: Tensor, block: int, dtype: torch.dtype, scale: float, score_bound: float | None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        block: int,
+        dtype: torch.dtype,
+        scale: float,
+        score_bound: float | None,
+        older: OlderKeys | None = None,
     ) -> None:
-        # A computed dot product exceeds the norms' product by no more than D roundings.
-        self.factor = abs(scale) * (1 + (keys.shape[2] + 2) * _product_epsilon(dtype, keys.device))
-        if score_bound is None:
-            norms = euclidean_norms(keys)
-        else:
-            norms = torch.full(keys.shape[:2], score_bound, dtype=torch.float64, device=keys.device)
+        self.factor = score_factor(keys.shape[2], dtype, keys.device, scale)
         self.promised = score_bound is not None
-        norms = norms.masked_fill(keys.isnan().any(-1) | values.isnan().any(-1), torch.nan)
-        by_block = norms.view(keys.shape[0], -1, block).amax(-1)
+        by_block = key_bounds(keys, values, score_bound).view(keys.shape[0], -1, block).amax(-1)
         self.largest = by_block.cummax(-1).values  # [N, blocks]: of blocks 0..index
+        if older is not None:
+            self.largest = torch.maximum(self.largest, older.largest[:, None])
 
     def left_of(self, index: int, query_norm: Tensor, heads: Tensor | slice) -> Tensor:
         """Return the bound for the rows of some heads, with norms `[n, R]`, on keys in blocks 0..index-1."""
         largest = self.largest[heads, index - 1][:, None]
         return largest.expand_as(query_norm) if self.promised else query_norm * largest * self.factor
+
+
+def key_bounds(keys: Tensor, values: Tensor, score_bound: float | None) -> Tensor:
+    """Return what bounds the scores with each key, `[N, T, D]` -> `[N, T]`: its norm, or the promised bound.
+
+    NaN where a key or its value has one.
+    """
+    if score_bound is None:
+        bounds = euclidean_norms(keys)
+    else:
+        bounds = torch.full(keys.shape[:2], score_bound, dtype=torch.float64, device=keys.device)
+    return bounds.masked_fill(keys.isnan().any(-1) | values.isnan().any(-1), torch.nan)
+
+
+def score_factor(width: int, dtype: torch.dtype, device: torch.device, scale: float) -> float:
+    """Return by how much a computed score can exceed the product of the norms: the scale and D roundings."""
+    return abs(scale) * (1 + (width + 2) * _product_epsilon(dtype, device))
 
 
 def euclidean_norms(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from tra.attention.shared.fusing import check_plain_parts, one_product_is_best
 from tra.attention.shared.inputs import AttentionInputs, check_masks, scores, visible_keys
 from tra.attention.shared.positions import positions
 from tra.attention.shared.rotation import rotate_by_position
+from tra.ops.context.parts import SequenceParts
 
 NORM_EPS = 1e-6
 """Added to mean squares in the norm of queries and keys."""
@@ -51,6 +52,8 @@ class Mechanism(nn.Module):
     """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
     takes_pages: ClassVar[bool] = False
     """It can read keys in pages, of which a query sees a window: a bounded cache, and serving."""
+    takes_parts: ClassVar[bool] = False
+    """It can attend to a sequence that several processes share, see `tra.ops.SequenceParts`."""
     keeps_state: ClassVar[bool] = False
     """Its cache holds a state of all tokens so far, out of which none can be taken again."""
 
@@ -130,6 +133,7 @@ class Attention(Mechanism):
         cache: LayerCache | PackedLayer | None = None,
         document_ids: Tensor | None = None,
         with_map: bool = False,
+        parts: SequenceParts | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`[B, T, d_model]` -> the same.
 
@@ -138,18 +142,30 @@ class Attention(Mechanism):
             cache: Holds the keys and values of earlier tokens; those of the new ones are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
             with_map: Also return the attention weights, see `attend_with_map`.
+            parts: How processes share the sequence, of which x is this one's part; without cache, documents or map.
         """
         if self.fuse_projections and torch.is_grad_enabled():
             check_plain_parts(self, FUSED_PARTS)
         if with_map:
+            if parts is not None:
+                raise ValueError("with_map needs the whole sequence in one process")
             out, weights = self.attend_with_map(self.prepare_inputs(x, key_mask, cache, document_ids))
             return self.o_proj(out.transpose(1, 2).flatten(2)), weights
-        out = self.project_and_attend(x, key_mask, cache, document_ids)
+        if parts is None:
+            out = self.project_and_attend(x, key_mask, cache, document_ids)
+        elif cache is not None or document_ids is not None:
+            raise ValueError("a sequence that processes share goes neither with a cache nor with document_ids")
+        else:
+            out = self.attend_to_parts(x, key_mask, parts)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def project_and_attend(self, x: Tensor, *context: Any) -> Tensor:
         """Return what `o_proj` reads, `[B, H, T, D]`; `context` is the rest of the arguments of `forward`."""
         return self.attend(self.prepare_inputs(x, *context))
+
+    def attend_to_parts(self, x: Tensor, key_mask: Tensor | None, parts: SequenceParts) -> Tensor:
+        """Return what `o_proj` reads where processes share a sequence, `[B, H, T, D]`."""
+        raise ValueError(f"{type(self).__name__} can't attend to a sequence that processes share: use tra")
 
     def prepare_inputs(
         self,

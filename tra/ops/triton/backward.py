@@ -64,11 +64,14 @@ def run_backward(
     early: bool,
     factors: NormFactors | None = None,
     launcher: Launcher = TRITON,
+    counted_right: Tensor | None = None,
 ) -> None:
     """Fill `grads` by two kernels, over chunks of query rows: what one leaves for the other stays within bounds.
 
     Args:
         early: Whether walks of the forward may have stopped. The `tolerance` of the options isn't read.
+        counted_right: `[B, H, Tq]`, where these keys are a piece of a row's: the counted keys right of it. `state` is
+            then that of whole rows, but for `stop`.
     """
     from tra.ops.triton.backward_kernels import key_gradient_kernel, query_gradient_kernel
 
@@ -113,12 +116,13 @@ def run_backward(
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
             launcher.launch(
                 query_gradient_kernel, (blocks * batch * heads,),
-                q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, query_factor,
-                grads.query, grads.forget, slope_inner, offsets, walk_ends,
+                q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, counted_right,
+                query_factor, grads.query, grads.forget, slope_inner, offsets, walk_ends,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *out.stride()[:3],
                 *g.stride()[:3], *grads.query.stride()[:3], *grads.forget.stride(),
                 order, *sizes, *numbers,
                 **constants, BEFORE_NORM=factors is not None, STEEPEST=launch.steepest_slope(query.dtype),
+                PIECE=counted_right is not None,
                 BM=tile.rows, BN=tile.query_keys, KEY_RATIO=tile.keys // tile.query_keys,
                 num_warps=tile.query_warps, num_stages=tile.query_stages,
                 **launch.register_limit(tile.query_registers),

@@ -83,8 +83,8 @@ def _query_gradient_block(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["heads_sorted"])
 def query_gradient_kernel(
-    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, OUT_ERROR, DOUT, REF, TOTAL, STOP, NORM_FACTOR, DQ, DFORGET, SLOPE_INNER,
-    OFFSETS, WALK_ENDS,
+    Q, K, V, FORGET, FIRST, LAST, SEED, OUT, OUT_ERROR, DOUT, REF, TOTAL, STOP, COUNTED_RIGHT, NORM_FACTOR, DQ, DFORGET,
+    SLOPE_INNER, OFFSETS, WALK_ENDS,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_gb, stride_gh, stride_g,
     stride_dqb, stride_dqh, stride_dq, stride_dfb, stride_dfh, stride_df,
@@ -93,7 +93,7 @@ def query_gradient_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, KEY_RATIO: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, FLOAT32: tl.constexpr,
     DROPOUT: tl.constexpr, MARGIN: tl.constexpr, BEFORE_NORM: tl.constexpr, STEEPEST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Repeat the forward's walk for the gradients of queries and gates, over rows `chunk...` of `n_rows`.
 
@@ -102,7 +102,8 @@ def query_gradient_kernel(
     as in the forward); WALK_ENDS `[B H, row
     blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long.
     BEFORE_NORM: gradients are those of queries before their norm, which multiplied rows by NORM_FACTOR, and of gates
-    before log σ.
+    before log σ. PIECE: rows have COUNTED_RIGHT counted keys right of these keys, and OUT, REF and TOTAL are those of
+    whole rows.
     """
     blocks = n_rows // BM
     i_bh, i_m = head_and_block(blocks, heads_sorted)
@@ -135,11 +136,15 @@ def query_gradient_kernel(
     tl.store(p_walk_ends, oldest // KEY_RATIO)
     tl.store(p_walk_ends + 1, (newest + KEY_RATIO) // KEY_RATIO - 1)  # -1 where nothing is seen
 
+    if PIECE:
+        b_right = tl.load(COUNTED_RIGHT + o_row, mask=m_m, other=0.0)
     p_offsets = OFFSETS + tl.cast(i_bh, tl.int64) * n_blocks * n_rows + i_m * BM + tl.arange(0, BM)
     if KEY_RATIO > 1:  # the newest block may begin inside one of the other kernel's
         b_first_offset = -b_ref
         if ONLINE:
             b_first_offset = b_ref * 0.0 - (1.0 if MARGIN == NO_MARGIN else 0.0)
+        if PIECE:
+            b_first_offset += b_right if ONLINE else b_slope * b_right
         tl.store(p_offsets + tl.cast(newest // KEY_RATIO, tl.int64) * n_rows, b_first_offset, mask=m_m & (newest >= 0))
     b_row = dropout_rows(SEED, o_row) if DROPOUT else o_m
     triangle = ones_triangle(BN, MARGIN, False).to(tl.float16)
@@ -147,6 +152,8 @@ def query_gradient_kernel(
     b_dforget, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     if ONLINE and MARGIN == NO_MARGIN:
         b_count -= 1.0  # as in the forward; Σ dS is 0, so Σ dS n doesn't change
+    if PIECE:
+        b_count += b_right
     b_surplus, b_distance = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     b_mean = tl.zeros([BM, BD], tl.float32) if FLOAT32 else b_inner
     for PHASE in tl.static_range(3 if RANGES else 2):
@@ -160,7 +167,7 @@ def query_gradient_kernel(
                 D, DV, BD, BDV, BN, KEY_RATIO, PHASE != 1, RANGES, ONLINE, FLOAT32, DROPOUT, MARGIN, PRECISION,
             )  # fmt: skip
         newest = tl.minimum(newest, end - 1)
-    if FLOAT32:
+    if FLOAT32 and not PIECE:  # over a piece Σ dS needs not be 0
         # Σ dS should be 0. If Σ P dP is off by e, then Σ dS is -e, Σ dS n is off by -e · Σ P n, and Σ dS k likewise.
         b_dforget -= b_surplus * b_distance
         b_dq -= b_surplus[:, None] * b_mean

@@ -14,6 +14,7 @@ from tra.ops import choice
 from tra.ops.forward_mode import refuse_forward_mode
 from tra.ops.inputs import without_autocast
 from tra.ops.options import AttentionOptions
+from tra.ops.stop_bound import OlderKeys
 from tra.ops.triton import (
     backward,  # noqa: F401 registers its operator
     block_shapes,
@@ -88,8 +89,14 @@ def run_forward(
     seed: Tensor | None,
     options: AttentionOptions,
     launcher: Launcher = TRITON,
+    older: OlderKeys | None = None,
+    counted: Tensor | None = None,
 ) -> None:
-    """Fill `state`."""
+    """Fill `state` and, where these keys are a piece of a row's, the number of `counted` keys `[B, H, Tq]`.
+
+    Args:
+        older: The keys of the rows that other calls read, in float32; with `counted`.
+    """
     from tra.ops.triton.forward_kernel import forward_kernel
 
     batch, heads, n_queries, width = query.shape
@@ -100,7 +107,7 @@ def run_forward(
     longest_key = state.reference  # not read
     bound = (options.score_bound or 0.0) * unit
     if norms:
-        longest_key = _longest_keys(key)
+        longest_key = _longest_keys(key) if older is None else older.largest[:, None].float()
         # A computed product exceeds the norms' product by D roundings.
         bound = options.scale * unit * (1 + (width + 16) * 2.0**-23)
     q, k, v = (rows_contiguous(x) for x in (query, key, value))
@@ -111,10 +118,12 @@ def run_forward(
         "KEEP_OUT_ERROR": state.out_error.numel() > 0,
         "REF_SHIFT": 15.0 if query.dtype == torch.float16 else 0.0,
         "STEEPEST": launch.steepest_slope(query.dtype),
+        "PIECE": counted is not None,
     }
     numbers = (
         options.scale * unit, *launch.cuts(options), options.threshold * unit, bound,
-        math.log(options.tolerance) * unit if early else 0.0, *launch.drop_arguments(options.dropout),
+        math.log(options.tolerance) * unit if early else 0.0, 0.0 if older is None else float(older.number),
+        *launch.drop_arguments(options.dropout),
     )  # fmt: skip
 
     def launch_with(tile: block_shapes.ForwardTile) -> None:
@@ -122,7 +131,7 @@ def run_forward(
         blocks = -(-n_queries // tile.rows)
         launcher.launch(
             forward_kernel, (blocks * batch * heads,),
-            q, k, v, log_forget, first, last, longest_key, seed, *state,
+            q, k, v, log_forget, first, last, longest_key, seed, *state, counted,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *log_forget.stride(), *state.out.stride()[:3],
             heads_sorted_together(batch * heads, blocks, early, min_heads=16),
             n_queries, n_keys, heads, heads // kv_heads, *numbers,

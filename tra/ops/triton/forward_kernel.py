@@ -87,10 +87,10 @@ def _forward_block(
 def _walk(
     b_q, b_o, b_total, b_ref, b_count, b_slope, b_bound, b_geometric, b_margin, b_first, b_last, b_row, triangle, p_k,
     p_v, SEED, j, oldest, steps, end, stride_k, stride_v, n_keys, score_scale, raw_threshold, raw_lower_cut,
-    log_tolerance, drop_below,
+    log_tolerance, older_keys, drop_below,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     RANGES: tl.constexpr, ONLINE: tl.constexpr, EARLY: tl.constexpr, FLOAT32: tl.constexpr, DROPOUT: tl.constexpr,
-    MARGIN: tl.constexpr, PRECISION: tl.constexpr,
+    MARGIN: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk from key block j down to `end`. Where the keys left provably don't count, stop and set `oldest` to j + 1.
 
@@ -109,6 +109,8 @@ def _walk(
         j -= now
         if EARLY:
             b_left = ((j + 1) * BN - b_first).to(tl.float32)  # keys to the left in a row's range, or more
+            if PIECE:
+                b_left += older_keys
             b_decay = b_slope * (b_count + 1.0 if MARGIN == NO_MARGIN else b_count)
             b_terms = tl.minimum(tl.maximum(b_left, 1.0), b_geometric)
             if MARGIN != NO_MARGIN:
@@ -133,21 +135,23 @@ def _walk(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["heads_sorted"])
 def forward_kernel(
-    Q, K, V, FORGET, FIRST, LAST, LONGEST_KEY, SEED, OUT, OUT_ERROR, REF, TOTAL, STOP,
+    Q, K, V, FORGET, FIRST, LAST, LONGEST_KEY, SEED, OUT, OUT_ERROR, REF, TOTAL, STOP, COUNTED,
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o,
     heads_sorted, n_queries, n_keys, heads, group, score_scale, raw_threshold, raw_lower_cut, threshold, bound,
-    log_tolerance, drop_below, drop_scale,
+    log_tolerance, older_keys, drop_below, drop_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, RANGES: tl.constexpr, ONLINE: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
     FLOAT32: tl.constexpr, DROPOUT: tl.constexpr, MARGIN: tl.constexpr, KEEP_OUT_ERROR: tl.constexpr,
-    REF_SHIFT: tl.constexpr, STEEPEST: tl.constexpr, PRECISION: tl.constexpr,
+    REF_SHIFT: tl.constexpr, STEEPEST: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Let a block of queries walk its keys from right to left.
 
     Leaves per row: OUT; OUT_ERROR, what rounding OUT removed, which backward needs; REF and TOTAL, with weight =
     exp(logit - REF) / TOTAL, or REF alone in half precision; STOP, the oldest key read. ONLINE: the reference is a
     running maximum. With it, and with a margin, distances count one key less, in REF too (softmax doesn't see it).
+    PIECE: there are `older_keys` further keys, which another call reads. A walk then stops only where these don't count
+    either, and COUNTED is left too, the number of counted keys.
     """
     i_bh, i_m = head_and_block(tl.cdiv(n_queries, BM), heads_sorted)
     start = i_m * BM
@@ -198,8 +202,8 @@ def forward_kernel(
         b_o, b_total16, b_ref, b_count, j, oldest, steps = _walk(
             b_q, b_o, b_total16, b_ref, b_count, b_slope, b_bound, b_geometric, b_margin, b_first, b_last, b_row,
             triangle, p_k, p_v, SEED, j, oldest, steps, end, stride_k, stride_v, n_keys, score_scale, raw_threshold,
-            raw_lower_cut, log_tolerance, drop_below, D, DV, BD, BDV, BN, PHASE != 1, RANGES, ONLINE, EARLY, FLOAT32,
-            DROPOUT, MARGIN, PRECISION,
+            raw_lower_cut, log_tolerance, older_keys, drop_below, D, DV, BD, BDV, BN, PHASE != 1, RANGES, ONLINE, EARLY,
+            FLOAT32, DROPOUT, MARGIN, PIECE, PRECISION,
         )  # fmt: skip
     b_total = tl.max(b_total16, 1)
     b_empty = b_total == 0.0
@@ -219,4 +223,6 @@ def forward_kernel(
     else:
         b_ref += tl.log2(b_total)
     tl.store(REF + o_row, b_ref, mask=m_m)
+    if PIECE:
+        tl.store(COUNTED + o_row, b_count + 1.0 if ONLINE and MARGIN == NO_MARGIN else b_count, mask=m_m)
     tl.store(STOP + o_row, tl.zeros([BM], tl.int32) + tl.minimum(oldest, newest + 1) * BN, mask=m_m)

@@ -1,0 +1,122 @@
+"""The forward walk over a shared sequence: each part's own keys, then older ones while they can count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tra.ops.blockwise import RunningSoftmax
+from tra.ops.context.pieces import PieceInputs, Pieces, merge
+from tra.ops.context.schedule import Schedule, Segment, Task
+from tra.ops.context.shared_keys import SharedKeys, Step, Tick
+from tra.ops.stop_bound import OlderKeys, euclidean_norms, key_bounds, log_remaining_weight, score_factor
+
+
+class ForwardWalk:
+    """Leaves what the rows of each part `found`, and the `steps` and `ticks` by which they did."""
+
+    def __init__(self, shared: SharedKeys, pieces: type[Pieces]) -> None:
+        self.shared, self.pieces, self.options = shared, pieces, shared.options
+        self.parts, self.transport = shared.parts, shared.parts.transport
+        self.early = self.options.tolerance > 0
+        self.found: dict[int, RunningSoftmax] = {}
+        self.steps: list[Step] = []
+        self.ticks: list[Tick] = []
+        self._share_facts()
+
+    def run(self) -> None:
+        """Walk in lockstep with the other ranks.
+
+        The keys of the next tick are asked for before a tick is computed, by what was found two ticks before: the
+        device has that by then, so that nothing waits for it.
+        """
+        schedule = Schedule(self.parts, self.shared.heads)
+        tasks = schedule.next_tasks()
+        wait = self._begin(tasks)
+        for part in self.shared.own:
+            self._attend(part, None, None)
+        results: list[tuple[list[Task], Callable[[], Tensor]]] = []
+        while tasks:
+            tick, received = self.ticks[-1], wait()
+            if len(results) > 1:
+                past, flags = results.pop(0)
+                schedule.learn(past, flags().tolist())
+            upcoming = schedule.next_tasks()
+            if upcoming:
+                wait = self._begin(upcoming)
+            unfinished = torch.zeros(self.shared.heads, dtype=torch.uint8, device=self.shared.device)
+            if tick.mine is not None:
+                unfinished = self._attend(tick.mine.part, tick.mine, received)
+            if self.early:
+                results.append((tasks, self.transport.all_gather(unfinished)))
+            tasks = upcoming
+        for _, flags in results:  # nothing is left under way
+            flags()
+
+    def _begin(self, tasks: list[Task]) -> Callable[[], Tensor | None]:
+        """Ask for the keys of a tick. Returns a function that waits for them."""
+        self.ticks.append(self.shared.tick(tasks))
+        return self.shared.exchange(self.ticks[-1])
+
+    def _share_facts(self) -> None:
+        """Let all ranks know how many keys each part has, and what bounds a score with any of them."""
+        facts = []
+        for own in self.shared.own.values():
+            largest = torch.zeros(self.shared.heads, dtype=torch.float64, device=self.shared.device)
+            if self.early:
+                largest = key_bounds(*self.shared.split(own.keys), self.options.score_bound).amax(-1)
+            facts.append(torch.stack([largest, own.n_real.double()]))
+        gathered = self.transport.all_gather(torch.stack(facts))()  # [ranks, 2 parts, 2 facts, n]
+        by_part = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # [parts, 2 facts, n]
+        self.largest = by_part[:, 0].cummax(0).values  # of the parts up to one
+        self.shared.n_real = by_part[:, 1].long()
+        self.n_older = self.shared.n_real.cumsum(0) - self.shared.n_real  # of the parts before one
+
+    def _attend(self, part: int, task: Task | None, keys: Tensor | None) -> Tensor:
+        """Let rows of a part read keys. Returns which heads have to read on, `[n]` uint8."""
+        piece, heads = self.shared.piece_inputs(part, task, keys)
+        segment = Segment(part, 0, self.parts.size(part)) if task is None else task.keys
+        older = OlderKeys(self.parts.starts[segment.part] + segment.start, self.largest[segment.part][heads])
+        result = self.pieces.forward(piece, self.options, older)
+        if task is None:
+            counted_right, rows = torch.zeros_like(result.rows.counted_keys), result.rows
+            self.found[part] = rows
+        else:
+            before = RunningSoftmax(*(x[heads] for x in self.found[part]))
+            counted_right, rows = before.counted_keys.clone(), merge(before, result.rows, piece.log_forget)
+            for whole, new in zip(self.found[part], rows, strict=True):
+                whole[heads] = new
+        self.steps.append(Step(part, task, counted_right, result.stops))
+        unfinished = torch.zeros(self.shared.heads, dtype=torch.uint8, device=self.shared.device)
+        if self.early:
+            done = result.stopped | self._rest_is_negligible(piece, heads, rows, segment)
+            unfinished[heads] = (~done.flatten(1).all(-1)).to(torch.uint8)
+        return unfinished
+
+    def _rest_is_negligible(
+        self, piece: PieceInputs, heads: Tensor | slice, rows: RunningSoftmax, segment: Segment
+    ) -> Tensor:
+        """Return for which rows `[h, G, R]` no key older than a segment counts, by the bound of `stop_bound.py`."""
+        newest_left = segment.part if segment.start > 0 else segment.part - 1
+        if newest_left < 0:
+            return torch.ones_like(rows.total, dtype=torch.bool)
+        keys_left = (segment.start - self.shared.n_masked(segment.part)).clamp(min=0) + self.n_older[segment.part]
+        keys_left = keys_left[heads][:, None, None].to(rows.total.dtype).expand_as(rows.total)
+        largest = self.largest[newest_left][heads][:, None, None]
+        if self.options.score_bound is None:
+            factor = score_factor(self.shared.width, rows.total.dtype, self.shared.device, self.options.scale)
+            largest = euclidean_norms(piece.query) * largest * factor
+        margin_threshold = self.options.threshold if self.options.has_margin else None
+        bound = log_remaining_weight(
+            piece.log_forget,
+            rows.counted_keys,
+            keys_left,
+            largest.to(rows.total.dtype).expand_as(rows.total),
+            margin_threshold,
+        )
+        if self.pieces.has_distances_less_one(piece.query, self.options):
+            bound = bound - piece.log_forget
+        return (keys_left == 0) | (bound - rows.highest - rows.total.log() < math.log(self.options.tolerance))
