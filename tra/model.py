@@ -223,6 +223,7 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         cache: Cache | StaticCache | None = None,
         document_ids: Tensor | None = None,
+        call_layer: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, which the head reads: `[B, T]` -> `[B, T, d_model]`.
 
@@ -231,9 +232,10 @@ class Decoder(nn.Module):
             key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
             cache: From `new_cache`; the new tokens, any number of them, are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
+            call_layer: Calls a layer with its inputs, as to checkpoint activations.
         """
         check_tokens(tokens, self.config.vocab_size)
-        return run_layers(self.embed_tokens(tokens), self.layers, self.norm, key_mask, cache, document_ids)
+        return run_layers(self.embed_tokens(tokens), self.layers, self.norm, key_mask, cache, document_ids, call_layer)
 
     def new_cache(self, capacity: int | None = None) -> Cache | StaticCache:
         """Return an empty KV cache: growing, or static with room for `capacity` tokens."""
@@ -296,26 +298,34 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
-        """Return `ThresholdRelativeAttention.statistics` of every layer, `[H]` each; nothing for other mechanisms."""
-        if not issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
-            return []
-        return [layer.statistics(x) for layer, x in self.attention_inputs(tokens)]
+        """Return `ThresholdRelativeAttention.statistics` of every layer, `[H]` each; nothing for other mechanisms.
+
+        They are computed while the layer runs, as FSDP gathers its weights for that time alone.
+        """
+        found: list[dict[str, Tensor]] = []
+        if issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
+            self._visit_attention(tokens, lambda mechanism, x: found.append(mechanism.statistics(x)))
+        return found
 
     @torch.no_grad()
     def attention_inputs(self, tokens: Tensor) -> list[tuple[Any, Tensor]]:
         """Return every layer's mechanism with its input, `[B, T, d_model]`."""
         found: list[tuple[Any, Tensor]] = []
+        self._visit_attention(tokens, lambda mechanism, x: found.append((mechanism, x)))
+        return found
 
-        def record(mechanism: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found.append((mechanism, inputs[0]))
+    def _visit_attention(self, tokens: Tensor, visit: Callable[[Any, Tensor], None]) -> None:
+        """Call `visit` with every layer's mechanism and its input, before it runs."""
 
-        hooks = [block.get_submodule("self_attn").register_forward_pre_hook(record) for block in self.layers]
+        def hook(mechanism: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            visit(mechanism, inputs[0])
+
+        hooks = [block.get_submodule("self_attn").register_forward_pre_hook(hook) for block in self.layers]
         try:
             self.hidden(tokens)
         finally:
-            for hook in hooks:
-                hook.remove()
-        return found
+            for handle in hooks:
+                handle.remove()
 
 
 def run_layers(
