@@ -38,16 +38,23 @@ def share(loss: TrainingLoss, train: TrainConfig, device: torch.device, ranks: R
     if not ranks.has_others:
         return loss.to(device)
     if is_compiled(train, device):
-        # Not the whole: its gradients would come all at once at the end, with nothing left to compute while they are
-        # sent. FSDP2, besides, gathers weights between layers.
-        for layer in loss.model.layers:
-            layer.compile(dynamic=False)
+        compile_layers(loss)
     if train.parallel == "fsdp":
         return shard(loss, device, ranks.world)
     on_gpu = device.type == "cuda"
     wrapped = DistributedDataParallel(loss.to(device), [device] if on_gpu else None, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, lambda _, bucket: _add_up(bucket.buffer()))
     return wrapped
+
+
+def compile_layers(loss: TrainingLoss) -> None:
+    """Compile each layer by itself, in place.
+
+    The whole as one would give all gradients at its end, with nothing left to compute while they are sent; and between
+    layers FSDP2 gathers weights, which can't be compiled.
+    """
+    for layer in loss.model.layers:
+        layer.compile(dynamic=False)
 
 
 def shard(loss: TrainingLoss, device: torch.device, world: int) -> nn.Module:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,7 +67,7 @@ def _write_parts(new: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     writer = HuggingFaceStorageWriter(str(new), save_distributed=True)
     try:
         with explain_lost_rank():
-            save(tensors, storage_writer=writer, process_group=ranks.control)
+            save(tensors, storage_writer=writer, process_group=ranks.control, no_dist=not ranks.has_others)
     except CheckpointException as error:  # in all processes, whichever failed
         if not ranks.is_first:
             raise SystemExit(1) from None
@@ -102,7 +103,9 @@ def read_sharded_checkpoint(path: Path) -> State:
     """Verify a checkpoint and read it as a whole, in one process."""
     described = describe_sharded_checkpoint(path)
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in described.tensors.items()}
-    load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is meant
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     return State(described.step, tensors, path)
 
 
