@@ -18,3 +18,4 @@ def test_a_row_per_engine_and_losses_that_agree() -> None:
     assert rows[1, "fsdp"]["losses"] == rows[1, "layers"]["losses"]
     assert result["fsdp_ratio"] > 0
     assert result["losses_agree"]
+    assert not result["errors"]

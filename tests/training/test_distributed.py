@@ -16,6 +16,7 @@ import torch
 from tra.presets import preset
 from tra.runs import RunFolder, read_rows
 from tra.training import train
+from tra.training.checkpoint import checkpoints
 from tra.training.distributed import Ranks
 
 CHANGES = (
@@ -141,6 +142,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(tmp_path: Path, engine: 
         assert 0 <= reached - int(found[1]) <= 20
     steps = [row["step"] for row in read_rows(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
+    assert checkpoints(folder / "checkpoints")[-1].name.startswith(f"step-{len(steps):08d}")  # SIGTERM saves
 
 
 @pytest.mark.slow
