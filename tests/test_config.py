@@ -16,6 +16,7 @@ from tra.config import OptimConfig, RunConfig, differences
 from tra.model import Decoder, DecoderConfig
 from tra.presets import PRESETS, preset
 from tra.runs import RunFolder
+from tra.suite import Cell
 from tra.text.task import Text
 
 
@@ -181,6 +182,17 @@ def test_a_config_of_a_former_version_has_neither_threshold_nor_margin() -> None
     del former["model"]["threshold"], former["model"]["margin"]
     assert RunConfig.from_dict(former) == preset("demo")
     assert (preset("demo").model.threshold, preset("demo").model.margin) == (0.0, 0.0)
+
+
+def test_a_config_of_a_former_version_says_nothing_of_processes() -> None:
+    """It loads, and the settings that came later stay out of a cell's digest, by which finished cells are found."""
+    former = preset("demo").to_dict()
+    del former["train"]["parallel"], former["train"]["checkpoint_activations"]
+    config = RunConfig.from_dict(former)
+    assert config == preset("demo")
+    assert (config.train.parallel, config.train.checkpoint_activations) == ("auto", False)
+    assert Cell("demo", config).digest == "abcfa41d"
+    assert Cell("demo", config.override(["train.parallel=fsdp"])).digest != Cell("demo", config).digest
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

@@ -102,7 +102,13 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16 is autocast with float32 weights; "auto" is bfloat16 on a GPU, else float32."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile and, on a GPU, the whole step as one CUDA graph; "auto" is "on" on a GPU, else "off"."""
+    """torch.compile and, on a GPU, the whole step as one CUDA graph; "auto" is "on" on a GPU, else "off". Several
+    processes compile each layer by itself, without a graph."""
+    parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
+    """How the processes that torchrun starts share a step: "ddp" keeps all weights in each, "fsdp" a part of them;
+    "auto" is "ddp", and "none" refuses more than one. A single process is the same with any of them."""
+    checkpoint_activations: bool = False
+    """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int = 1000

@@ -232,6 +232,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         *,
         parts: SequenceParts | None = None,
+        call_layer: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, which the head reads: `[B, T]` -> `[B, T, d_model]`.
 
@@ -241,14 +242,14 @@ class Decoder(nn.Module):
             cache: From `new_cache`, or a `BoundedCache`; the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
             parts: How processes share the sequence, of which tokens and `key_mask` are this one's part.
+            call_layer: Calls a layer with its inputs, as to checkpoint activations.
         """
         check_tokens(tokens, self.config.vocab_size)
         x = self.embed_tokens(tokens)
-        if parts is None:
-            return run_layers(x, self.layers, self.norm, key_mask, cache, document_ids)
-        if not MECHANISMS[self.config.mechanism].takes_parts:
-            raise ValueError(f"{self.config.mechanism} can't attend to a sequence that processes share: use tra")
-        call_layer = functools.partial(_call_with_parts, parts)
+        if parts is not None:
+            if not MECHANISMS[self.config.mechanism].takes_parts:
+                raise ValueError(f"{self.config.mechanism} can't attend to a sequence that processes share: use tra")
+            call_layer = functools.partial(_call_with_parts, parts, call_layer)
         return run_layers(x, self.layers, self.norm, key_mask, cache, document_ids, call_layer)
 
     def new_cache(self, capacity: int | None = None) -> Cache | StaticCache:
@@ -317,26 +318,34 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
-        """Return `ThresholdRelativeAttention.statistics` of every layer, `[H]` each; nothing for other mechanisms."""
-        if not issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
-            return []
-        return [layer.statistics(x) for layer, x in self.attention_inputs(tokens)]
+        """Return `ThresholdRelativeAttention.statistics` of every layer, `[H]` each; nothing for other mechanisms.
+
+        They are computed while the layer runs, as FSDP gathers its weights for that time alone.
+        """
+        found: list[dict[str, Tensor]] = []
+        if issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
+            self._visit_attention(tokens, lambda mechanism, x: found.append(mechanism.statistics(x)))
+        return found
 
     @torch.no_grad()
     def attention_inputs(self, tokens: Tensor) -> list[tuple[Any, Tensor]]:
         """Return every layer's mechanism with its input, `[B, T, d_model]`."""
         found: list[tuple[Any, Tensor]] = []
+        self._visit_attention(tokens, lambda mechanism, x: found.append((mechanism, x)))
+        return found
 
-        def record(mechanism: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            found.append((mechanism, inputs[0]))
+    def _visit_attention(self, tokens: Tensor, visit: Callable[[Any, Tensor], None]) -> None:
+        """Call `visit` with every layer's mechanism and its input, before it runs."""
 
-        hooks = [block.get_submodule("self_attn").register_forward_pre_hook(record) for block in self.layers]
+        def hook(mechanism: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            visit(mechanism, inputs[0])
+
+        hooks = [block.get_submodule("self_attn").register_forward_pre_hook(hook) for block in self.layers]
         try:
             self.hidden(tokens)
         finally:
-            for hook in hooks:
-                hook.remove()
-        return found
+            for handle in hooks:
+                handle.remove()
 
 
 def run_layers(
@@ -377,9 +386,12 @@ def run_layers(
     return norm(x if cache is None else cache.end(x))
 
 
-def _call_with_parts(parts: SequenceParts, layer: nn.Module, *inputs: Any) -> Tensor:
+def _call_with_parts(
+    parts: SequenceParts, call_layer: Callable[..., Tensor] | None, layer: nn.Module, *inputs: Any
+) -> Tensor:
     """Call a layer on a process's part of a sequence."""
-    return layer(*inputs, parts=parts)
+    part_of_layer = functools.partial(layer, parts=parts)
+    return part_of_layer(*inputs) if call_layer is None else call_layer(part_of_layer, *inputs)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from tra.presets import preset
-from tra.runs import read_rows
+from tra.runs import RunFolder, read_rows
 from tra.training import train
+from tra.training.checkpoint import checkpoints
+from tra.training.distributed import Ranks
 
 CHANGES = (
     "model.d_model=32",
@@ -27,10 +29,13 @@ CHANGES = (
 )
 
 
-def command(folder: Path, *extra: str, name: str = "demo", changes: tuple[str, ...] = CHANGES) -> list[str]:
+def command(
+    folder: Path, *extra: str, name: str = "demo", changes: tuple[str, ...] = CHANGES, launch: tuple[str, ...] = ()
+) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     return [
         *launcher,
+        *launch,
         "-m",
         "tra",
         "train",
@@ -49,9 +54,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def start(folder: Path, *extra: str, changes: tuple[str, ...] = CHANGES) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *extra: str, changes: tuple[str, ...] = CHANGES, launch: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(folder, *extra, changes=changes),
+        command(folder, *extra, changes=changes, launch=launch),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -108,9 +115,9 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, steps: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_job_and_the_run_goes_on(tmp_path: Path, rank: int) -> None:
-    changes = (*CHANGES, "train.steps=100000", "train.checkpoint_every=20")
+@pytest.mark.parametrize(("engine", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+def test_a_killed_rank_ends_the_job_and_the_run_goes_on(tmp_path: Path, engine: str, rank: int) -> None:
+    changes = (*CHANGES, "train.steps=100000", "train.checkpoint_every=20", f"train.parallel={engine}")
     folder = tmp_path / "run"
     with start(folder, changes=changes) as process:
         wait_for_steps(process, folder, 50)
@@ -118,7 +125,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(tmp_path: Path, rank: in
         _, said = process.communicate(timeout=60)
     assert process.returncode != 0
     reached = len(losses(folder))
-    if rank == 1:  # the first process is left, says so, and saves the last whole step
+    if rank == 1:  # the first process is left, says so, and saves the last whole step if it has all weights
         assert f"tra: another process of the run has ended, at step {reached:,}; go on with --resume" in said
     else:
         assert "tra: another process of the run has ended" in said
@@ -128,13 +135,32 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(tmp_path: Path, rank: in
         _, said = process.communicate(timeout=60)
     found = re.search(r"resuming at step (\d+)", said)
     assert found
-    if rank == 1:
+    if rank == 1 and engine == "ddp":
         assert int(found[1]) == reached
     else:  # nobody was left to save: the last checkpoint, or the one before if it was being written
         assert int(found[1]) % 20 == 0
         assert 0 <= reached - int(found[1]) <= 20
     steps = [row["step"] for row in read_rows(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
+    assert checkpoints(folder / "checkpoints")[-1].name.startswith(f"step-{len(steps):08d}")  # SIGTERM saves
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_rank_from_the_checkpoint(tmp_path: Path) -> None:
+    """The command of docs/many-gpus.md: one command, which ends well although a process of it was killed."""
+    changes = (*CHANGES, "train.steps=150", "train.checkpoint_every=20", "train.parallel=fsdp")
+    folder = tmp_path / "run"
+    with start(folder, "--resume", changes=changes, launch=("--max-restarts", "3")) as process:
+        wait_for_steps(process, folder, 45)
+        os.kill(ranks(process)[1], signal.SIGKILL)
+        out, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert out.count("done after 150 steps") == 1
+    found = re.search(r"resuming at step (\d+)", said)
+    assert found
+    assert int(found[1]) >= 40
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == list(range(1, 151))
+    assert RunFolder(folder).load_model().config == preset("demo").override(changes).model
 
 
 @pytest.mark.slow
@@ -161,3 +187,13 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.count("tra: a batch of 9 can't be dealt to 2 processes in 1 pieces each") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_go_with_several_processes_is_refused() -> None:
+    several, config = Ranks(0, 2), preset("demo")
+    Ranks().check(config.override(["train.parallel=none"]).train)
+    several.check(config.train)
+    with pytest.raises(ValueError, match=r"train\.parallel=none trains in one process, but torchrun started 2: set"):
+        several.check(config.override(["train.parallel=none"]).train)
+    with pytest.raises(ValueError, match="a batch of 9 can't be dealt to 2 processes in 1 pieces each"):
+        several.check(config.override(["train.batch_size=9"]).train)

@@ -123,6 +123,14 @@ def test_accumulation_is_the_same_step(accumulate: int) -> None:
     assert float(torch.stack([g.square().sum() for g in results[0][1:]]).sum().sqrt()) <= 0.1 + 1e-6
 
 
+def test_checkpointed_activations_change_no_bit(tmp_path: Path) -> None:
+    """Dropout included, which is drawn again as it was."""
+    for setting in ("true", "false"):
+        changes = ("train.steps=10", f"train.checkpoint_activations={setting}")
+        train(small(*changes), tmp_path / setting, device=torch.device("cpu"))
+    assert_same_run(tmp_path / "true", tmp_path / "false")
+
+
 def test_bfloat16_trains(tmp_path: Path) -> None:
     train(small("train.steps=5", "train.precision=bfloat16"), tmp_path / "run", device=torch.device("cpu"))
     assert weights(tmp_path / "run")["lm_head.weight"].dtype == torch.float32

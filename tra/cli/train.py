@@ -32,8 +32,10 @@ presets (-quick is a smaller, faster version):
   wikitext, wikitext-quick  language model; needs tra prepare
   text-demo                 language model of a text that comes with tra
 
-Several processes, each with its part of every batch:
-  torchrun --nproc-per-node 2 -m tra train --preset flipflop"""
+Several processes, each with its part of every batch, and of the weights if you
+want (docs/many-gpus.md):
+  torchrun --nproc-per-node 2 -m tra train --preset flipflop
+  torchrun --nproc-per-node 2 -m tra train --preset flipflop train.parallel=fsdp"""
 
 EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 

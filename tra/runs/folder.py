@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tra.runs.environment import environment
 from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
 from tra.runs.locks import LOCK, folder_lock
-from tra.runs.replacing import clear_folder_beside, locked_folder_beside, replace_folder
+from tra.runs.replacing import clear_folder_beside, clear_folders_beside, locked_folder_beside, replace_folder
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +89,7 @@ class RunFolder:
         with folder_lock(self.path):
             for folder in (self.path, self.checkpoint_folder):
                 remove_stale_files(folder)
+            clear_folders_beside(self.checkpoint_folder, "saving", "removing")
             yield
 
     def start(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> RunConfig:
@@ -144,11 +145,12 @@ class RunFolder:
         sessions.append(environment(device) | ({"processes": processes} if processes > 1 else {}))
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
-    def save_weights(self, model: Decoder, step: int) -> None:
-        """Write the trained weights and the step that they are from."""
+    def save_weights(self, model: Decoder | dict[str, torch.Tensor], step: int) -> None:
+        """Write the trained weights, of a model or by name, and the step that they are from."""
         from tra.training.checkpoint import save_tensors
 
-        save_tensors(self.weights_file, dict(model.state_dict()), {"step": str(step)})
+        tensors = model if isinstance(model, dict) else dict(model.state_dict())
+        save_tensors(self.weights_file, tensors, {"step": str(step)})
 
     def read_weights(self) -> dict[str, torch.Tensor]:
         """Return the trained weights by today's names. A ValueError if they are damaged, or don't fit the config."""

@@ -57,6 +57,13 @@ def clear_folder_beside(folder: Path, doing: str) -> None:
                 shutil.rmtree(place, ignore_errors=True)
 
 
+def clear_folders_beside(parent: Path, *doing: str) -> None:
+    """Do what `clear_folder_beside` does for every folder that is, or was to be, in `parent`."""
+    for word in doing:
+        for place in parent.glob(f".*.{word}"):
+            clear_folder_beside(parent / place.name[1 : -len(word) - 1], word)
+
+
 @contextlib.contextmanager
 def new_locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """Yield a new, locked folder in `parent`, whose name nobody can foresee. It is removed at the end."""

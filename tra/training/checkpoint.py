@@ -1,7 +1,7 @@
 """Checkpoints that can be verified, written so that a kill at any moment leaves the previous one untouched.
 
 A checkpoint is one safetensors file with a digest of its contents in its metadata. It is written under a temporary
-name, flushed to the disk, and then renamed.
+name, flushed to the disk, and then renamed. Of sharded weights it is a folder, see `sharded_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tra.model import rename_parameters
-from tra.runs import write_atomically
+from tra.runs import locked_folder_beside, write_atomically
 
 KEPT_CHECKPOINTS = 2
 """Newest checkpoints that are kept: the last, and the one before in case that is damaged."""
@@ -34,6 +34,8 @@ class State(NamedTuple):
 
     step: int
     tensors: dict[str, Tensor]
+    path: Path | None = None
+    """Where it was read."""
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -60,41 +62,79 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def save_checkpoint(folder: Path, state: State) -> Path:
     """Write `step-00001000.safetensors`, and delete all but the newest few."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{state.step:08d}.safetensors"
+    path = folder / f"{checkpoint_name(state.step)}.safetensors"
     save_tensors(path, state.tensors, {"step": str(state.step)})
-    for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
-        old.unlink(missing_ok=True)
+    remove_old_checkpoints(folder)
     return path
 
 
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder, or of its file without the suffix."""
+    return f"step-{step:08d}"
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the files of all checkpoints, oldest first."""
-    return sorted(folder.glob("step-*.safetensors"))
+    """Return the files and folders of all checkpoints, oldest first."""
+    return sorted((*folder.glob("step-*.safetensors"), *(path for path in folder.glob("step-*") if path.is_dir())))
+
+
+def remove_old_checkpoints(folder: Path) -> None:
+    """Delete all but the newest few. A folder is moved aside first, so that none is ever half there."""
+    for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+        if old.is_dir():
+            with locked_folder_beside(old, "removing", "removed") as place:
+                old.rename(place / "old")
+        else:
+            old.unlink(missing_ok=True)
+
+
+def read_checkpoint(path: Path) -> State:
+    """Verify a checkpoint and read it."""
+    if path.is_dir():
+        from tra.training.sharded_checkpoint import read_sharded_checkpoint
+
+        return read_sharded_checkpoint(path)
+    tensors, metadata = load_tensors(path)
+    try:
+        return State(int(metadata["step"]), rename_parameters(tensors), path)
+    except (KeyError, ValueError):
+        raise DamagedError(f"{path} is damaged: it has no step") from None
+
+
+def describe_checkpoint(path: Path) -> State:
+    """Verify a checkpoint; return it with tensors on the meta device, which have shapes alone."""
+    if path.is_dir():
+        from tra.training.sharded_checkpoint import describe_sharded_checkpoint
+
+        return describe_sharded_checkpoint(path)
+    state = read_checkpoint(path)
+    return state._replace(tensors={name: tensor.to("meta") for name, tensor in state.tensors.items()})
 
 
 def load_checkpoint(
-    folder: Path, warn: Callable[[str], None] = warnings.warn, model: Mapping[str, Tensor] | None = None
+    folder: Path,
+    warn: Callable[[str], None] = warnings.warn,
+    model: Mapping[str, Tensor] | None = None,
+    read: Callable[[Path], State] = read_checkpoint,
 ) -> State | None:
     """Return the newest intact checkpoint, or None. A damaged one is skipped with a warning.
 
     Args:
         model: The state of the model that goes on. A checkpoint of another model is skipped too; if there are only
             such ones, that is a ValueError.
+        read: `read_checkpoint` or `describe_checkpoint`.
     """
     other: Path | None = None
     for path in reversed(checkpoints(folder)):
         try:
-            tensors, metadata = load_tensors(path)
-            state = State(int(metadata["step"]), rename_parameters(tensors))
+            state = read(path)
         except DamagedError as error:
             warn(f"{error}; using the checkpoint before")
-        except (KeyError, ValueError):
-            warn(f"{path} is damaged: it has no step; using the checkpoint before")
-        else:
-            if model is None or fits(checkpoint_part(state, "model."), model):
-                return state
-            warn(f"{path} is of another model; using the checkpoint before")
-            other = path
+            continue
+        if model is None or fits(checkpoint_part(state, "model."), model):
+            return state
+        warn(f"{path} is of another model; using the checkpoint before")
+        other = path
     if other is not None:
         raise ValueError(f"{other} is of another model than the run's, and no other checkpoint is intact")
     return None

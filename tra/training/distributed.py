@@ -1,8 +1,4 @@
-"""A run over several processes, as `torchrun` starts them: each takes its rows of every batch.
-
-A gradient is the sum of the processes' gradients of one loss, which is divided by the count of the whole batch. So the
-loss curve is that of a single process, but for the order of summation.
-"""
+"""The processes of a run, as `torchrun` starts them: what they tell each other, and what if one ends."""
 
 from __future__ import annotations
 
@@ -19,9 +15,6 @@ from torch import Tensor
 from tra.config import TrainConfig
 
 Result = TypeVar("Result")
-
-BUCKET_BYTES = 2**25
-"""Bytes of gradients that are sent at a time, about."""
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """Time without an answer after which another process counts as lost."""
@@ -40,36 +33,30 @@ class Ranks:
         self.has_others = world > 1
         self.control: Any = None  # a group for small messages between CPUs, beside the one for gradients
 
-    def check_batch(self, train: TrainConfig) -> None:
-        """Refuse a batch that can't be divided among the processes."""
+    def check(self, train: TrainConfig) -> None:
+        """Refuse a config that does not go with the number of processes."""
+        if self.has_others and train.parallel == "none":
+            raise ValueError(
+                f"train.parallel=none trains in one process, but torchrun started {self.world}: "
+                "set train.parallel=ddp or fsdp"
+            )
         if train.batch_size % (self.world * train.accumulate):
             raise ValueError(
                 f"a batch of {train.batch_size} can't be dealt to {self.world} processes in {train.accumulate} pieces "
                 "each: train.batch_size must be a multiple of both"
             )
 
-    def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors of one dtype over all processes, in place. Only where there are others."""
-        with _explain_lost_rank():
-            bucket: list[Tensor] = []
-            size = 0
-            for index, tensor in enumerate(tensors):
-                bucket.append(tensor)
-                size += tensor.numel() * tensor.element_size()
-                if size >= BUCKET_BYTES or index == len(tensors) - 1:
-                    flat = torch.cat([part.flatten() for part in bucket])
-                    dist.all_reduce(flat)
-                    parts = flat.split([part.numel() for part in bucket])
-                    for target, part in zip(bucket, parts, strict=True):
-                        target.copy_(part.view_as(target))
-                    bucket, size = [], 0
+    def add_up(self, tensor: Tensor) -> None:
+        """Add up a tensor over all processes, in place."""
+        if self.has_others:
+            dist.all_reduce(tensor)
 
     def any_true(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
         if not self.has_others:
             return flag
         flags = torch.tensor([int(flag)])
-        with _explain_lost_rank():
+        with explain_lost_rank():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control)
         return bool(flags.item())
 
@@ -78,9 +65,18 @@ class Ranks:
         if not self.has_others:
             return value
         values = [value]
-        with _explain_lost_rank():
+        with explain_lost_rank():
             dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, in every process."""
+        if not self.has_others:
+            return [value]
+        values = [None] * self.world
+        with explain_lost_rank():
+            dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def run_on_first(self, work: Callable[[], Result]) -> Result:
         """Do work in the first process and return its result in all. If it fails, only the first says why."""
@@ -100,7 +96,7 @@ class Ranks:
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with the first process's."""
-        with _explain_lost_rank():
+        with explain_lost_rank():
             for tensor in tensors:
                 dist.broadcast(tensor, src=0, group=self.control if tensor.device.type == "cpu" else None)
 
@@ -113,6 +109,8 @@ def join_processes(device: torch.device) -> Iterator[Ranks]:
         yield Ranks()
         return
     ranks = Ranks(int(os.environ["RANK"]), world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         ranks.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -135,7 +133,8 @@ def is_first() -> bool:
 
 
 @contextmanager
-def _explain_lost_rank() -> Iterator[None]:
+def explain_lost_rank() -> Iterator[None]:
+    """Turn the error of an exchange whose other end is gone into a RankLostError."""
     try:
         yield
     except RuntimeError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tra.model import Decoder
 from tra.ops.linear_cross_entropy import linear_cross_entropy
@@ -35,15 +37,22 @@ def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor, cou
     return torch.where(mask, losses, 0.0).sum() / count
 
 
-def loss_and_right(model: Decoder, batch: Batch, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss over `count` scored tokens, and whether each target is the likeliest token, `[B, T]` bool."""
+def loss_and_right(
+    model: Decoder, batch: Batch, count: Tensor, call_layer: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss over `count` scored tokens, and whether each target is the likeliest token, `[B, T]` bool.
+
+    Args:
+        call_layer: See `Decoder.hidden`.
+    """
     tokens, targets, loss_mask = batch
+    hidden = model.hidden(tokens, call_layer=call_layer)
     if model.config.vocab_size < LARGE_VOCABULARY:
-        logits = model(tokens)
+        logits = model.lm_head(hidden)
         return masked_cross_entropy(logits, targets, loss_mask, count), logits.detach().argmax(-1) == targets
     row_weights = loss_mask.flatten().float() / count
     ids = targets.flatten().masked_fill(~loss_mask.flatten(), 0)
-    scored = linear_cross_entropy(model.hidden(tokens).flatten(0, 1), model.lm_head.weight, ids, row_weights)
+    scored = linear_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, ids, row_weights)
     return scored.loss, scored.right.view_as(targets)
 
 
@@ -52,16 +61,35 @@ def score(right: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (right & counted).sum(), counted.sum(), (right | ~counted).all(-1)
 
 
-def loss_and_counts(model: Decoder) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return what a step differentiates: tokens, targets, loss mask and count -> loss and `[COUNTS]` float64."""
+class TrainingLoss(nn.Module):
+    """A decoder with its loss: what a step differentiates, and what DDP and FSDP wrap.
 
-    def measure(tokens: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        loss, right = loss_and_right(model, Batch(tokens, targets, loss_mask), count)
+    The loss is computed inside of the module, as it reads the head's weight, which FSDP gathers for `forward` alone.
+
+    Args:
+        checkpoint_activations: Compute what is inside of layers again in the backward pass.
+    """
+
+    def __init__(self, model: Decoder, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.call_layer = _call_checkpointed if checkpoint_activations else None
+
+    def forward(self, tokens: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss over `count` scored tokens, and `[COUNTS]` float64."""
+        loss, right = loss_and_right(self.model, Batch(tokens, targets, loss_mask), count, self.call_layer)
         correct, scored, exact = score(right, loss_mask)
         sequences = torch.full_like(scored, len(tokens))
         return loss, torch.stack([loss.detach().double(), correct, scored, exact.sum(), sequences])
 
-    return measure
+    def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
+        """Return `Decoder.statistics`."""
+        return self.model.statistics(tokens)
+
+
+def _call_checkpointed(layer: nn.Module, *inputs: Any) -> Tensor:
+    out: Tensor = checkpoint(layer, *inputs, use_reentrant=False)
+    return out
 
 
 def cross_entropy_by_token(model: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:

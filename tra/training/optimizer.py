@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tra.config import OptimConfig
 
@@ -11,16 +14,18 @@ from tra.config import OptimConfig
 def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
     """Return the optimizer of a run.
 
-    On a GPU it is fused and its rate is a tensor, so that a captured step can be replayed at another rate.
+    On a GPU it is fused and its rate is a tensor, so that a captured step can be replayed at another rate. Steps with
+    sharded weights are not captured.
     """
     on_gpu = device.type == "cuda"
+    captured = on_gpu and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return torch.optim.AdamW(
         model.parameters(),
-        lr=torch.tensor(config.lr, device=device) if on_gpu else config.lr,
+        lr=torch.tensor(config.lr, device=device) if captured else config.lr,
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,
         fused=on_gpu,
-        capturable=on_gpu,
+        capturable=captured,
     )
 
 
@@ -42,21 +47,29 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore the state that `optimizer_tensors` returned. A ValueError if it is of another model."""
+def check_optimizer_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a state, as of `optimizer_tensors`, is of another model. It may be on the meta device."""
     for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
         for key in ("step", "exp_avg", "exp_avg_sq"):
             value = tensors.get(f"{key}.{name}")
             shape = () if key == "step" else parameter.shape
             if value is None or value.shape != shape or not value.is_floating_point():
                 raise ValueError(f"the optimizer's {key} of {name} doesn't fit the model")
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Restore the state that `optimizer_tensors` returned. A ValueError if it is of another model."""
+    check_optimizer_tensors(model, tensors)
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            value = tensors[f"{key}.{name}"]
             on_cpu = key == "step" and parameter.device.type == "cpu"
             state[key] = value.clone() if on_cpu else value.to(parameter.device, copy=True)
 
 
 def allocate_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer a state of zeros, which another process's is then copied into."""
+    """Give the optimizer a state of zeros, which another process's, or a checkpoint's, is then copied into."""
     for parameter in model.parameters():
         zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros

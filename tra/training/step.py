@@ -11,8 +11,9 @@ from tra.config import RunConfig
 from tra.model import Decoder
 from tra.tasks import Batch
 from tra.training.device import autocast
-from tra.training.distributed import Ranks
-from tra.training.loss import COUNTS, loss_and_counts
+from tra.training.distributed import Ranks, explain_lost_rank
+from tra.training.loss import COUNTS, TrainingLoss
+from tra.training.parallel import LossFunction, gradient_sync, is_compiled, is_sharded
 
 WARM_UP_STEPS = 3
 """Steps before a capture, in which kernels are compiled and memory is allocated."""
@@ -27,44 +28,52 @@ def make_step(
     size: int,
     device: torch.device,
     ranks: Ranks | None = None,
+    loss_module: nn.Module | None = None,
 ) -> StepFunction:
     """Return the step of a run: this process's rows -> `[COUNTS]` float64 of all processes, on the device.
+
+    In one process on a GPU a compiled step is captured as a CUDA graph. Several processes launch their kernels
+    themselves: what FSDP2 gathers and frees can't be captured.
 
     Args:
         size: Tokens of a row.
         ranks: The processes of the run; this one alone by default.
+        loss_module: The model's loss, as `share` wraps it; not wrapped by default.
     """
     ranks = Ranks() if ranks is None else ranks
-    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
-    function = loss_and_counts(model)
-    if compiled:
-        function = torch.compile(function, dynamic=False)
+    module = TrainingLoss(model, config.train.checkpoint_activations) if loss_module is None else loss_module
+    is_whole = isinstance(module, TrainingLoss) and not is_sharded(module)
+    compiled = is_whole and is_compiled(config.train, device)
+    function: LossFunction = torch.compile(module, dynamic=False) if compiled else module
     precision = autocast(device, config.train.precision)
     parameters = list(model.parameters())
 
-    def step(batch: Batch) -> Tensor:
+    def gradients(batch: Batch) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         count = batch.loss_mask.sum()
-        if ranks.has_others:
-            ranks.sum([count])
+        ranks.add_up(count)
         count = count.clamp(min=1)
         sums = torch.zeros(COUNTS, dtype=torch.float64, device=device)
-        parts = zip(*[x.chunk(config.train.accumulate) for x in batch], strict=True)
-        for tokens, targets, loss_mask in parts:
-            with precision:
-                loss, counts = function(tokens, targets, loss_mask, count)
-            loss.backward()
+        parts = list(zip(*[x.chunk(config.train.accumulate) for x in batch], strict=True))
+        for index, (tokens, targets, loss_mask) in enumerate(parts):
+            with gradient_sync(module, enabled=index == len(parts) - 1):
+                with precision:
+                    loss, counts = function(tokens, targets, loss_mask, count)
+                loss.backward()
             sums += counts
-        if ranks.has_others:
-            ranks.sum([parameter.grad for parameter in parameters if parameter.grad is not None])
-            ranks.sum([sums])
+        ranks.add_up(sums)
         if config.optim.clip is not None:
             nn.utils.clip_grad_norm_(parameters, config.optim.clip)
+        return sums
+
+    def step(batch: Batch) -> Tensor:
+        with explain_lost_rank():  # before the optimizer, so that the weights are those after a whole step
+            sums = gradients(batch)
         optimizer.step()
         return sums
 
     if compiled and device.type == "cuda":
-        return _capture(step, model, optimizer, (config.train.batch_size // ranks.world, size), device)
+        return _capture(step, model, optimizer, (config.train.batch_size, size), device)
     return step
 
 

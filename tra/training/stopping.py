@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tra.runs import RunFolder
-from tra.training.checkpoint import load_checkpoint
+from tra.training.checkpoint import describe_checkpoint, load_checkpoint
 
 
 class DiskFullError(Exception):
@@ -56,7 +56,7 @@ def explain_full_disk(run: RunFolder) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        state = load_checkpoint(run.checkpoint_folder, lambda _: None)
+        state = load_checkpoint(run.checkpoint_folder, lambda _: None, read=describe_checkpoint)
         kept = f"the checkpoint of step {state.step:,} is intact" if state else "there was no checkpoint yet"
         raise DiskFullError(
             f"the disk is full ({error.strerror}), writing to {run.path}; {kept}: make room, then go on with --resume"

@@ -22,11 +22,27 @@ from tra.config import RunConfig
 from tra.model import Decoder
 from tra.runs import RunFolder, read_rows, write_rows
 from tra.tasks import Batch, Task, stream_seed
-from tra.training.checkpoint import State, checkpoint_part, load_checkpoint, save_checkpoint
+from tra.training.checkpoint import (
+    State,
+    checkpoint_part,
+    describe_checkpoint,
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
 from tra.training.device import pick_device
 from tra.training.distributed import RankLostError, Ranks, join_processes, local_device
-from tra.training.loss import COUNTS
-from tra.training.optimizer import adamw, allocate_state, load_optimizer_tensors, optimizer_tensors, set_rate
+from tra.training.loss import COUNTS, TrainingLoss
+from tra.training.optimizer import (
+    adamw,
+    allocate_state,
+    check_optimizer_tensors,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_rate,
+)
+from tra.training.parallel import is_sharded, local_part, share, training_statistics, whole_tensors
+from tra.training.sharded_checkpoint import load_into_shards, save_sharded_checkpoint
 from tra.training.step import make_step
 from tra.training.stopping import NonFiniteError, catch_stop_signals, explain_full_disk
 
@@ -87,11 +103,11 @@ def train(
     def claim_folder() -> tuple[RunConfig, bool]:
         """Return the config, and whether the run is finished already."""
         if config is not None:  # checked before a folder is made, or an old one removed
-            ranks.check_batch(config.train)
+            ranks.check(config.train)
             config.check_model()
             config.task.build().check_data()
         chosen = claim.enter_context(run.claim(config, resume=resume, overwrite=overwrite))
-        ranks.check_batch(chosen.train)
+        ranks.check(chosen.train)
         is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
         if not is_finished:
             run.note_environment(device, ranks.world)
@@ -134,7 +150,11 @@ class Trainer:
             torch.set_float32_matmul_precision("high")
         self.task: Task = config.task.build()
         torch.manual_seed(stream_seed(config.train.seed, "initialisation"))
-        self.model = Decoder(config.model).to(device).train()
+        self.model = Decoder(config.model).train()
+        self.loss = share(
+            TrainingLoss(self.model, config.train.checkpoint_activations), config.train, device, self.ranks
+        )
+        self.is_sharded = is_sharded(self.loss)
         self.optimizer = adamw(self.model, config.optim, device)
         self.drawn: tuple[int, Batch] | None = None  # the number of the last draw, and its rows
         self.window = torch.zeros(COUNTS, dtype=torch.float64, device=device)  # sums since the last log line
@@ -144,7 +164,7 @@ class Trainer:
         self.nonfinite_logs = 0  # log lines in a row whose loss is not finite
         self._restore()
         size = self.task.size("train")
-        self._step_function = make_step(self.model, self.optimizer, config, size, device, self.ranks)
+        self._step_function = make_step(self.model, self.optimizer, config, size, device, self.ranks, self.loss)
 
     def run_until(self, deadline: float | None) -> Result:
         """Train to the last step; checkpoint and stop in time for the deadline, or on a signal."""
@@ -161,7 +181,8 @@ class Trainer:
                         return Result(self.step, request.signal or "time limit")
                     self.one_step()
                 except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
-                    self._save()
+                    if not self.is_sharded:  # its other parts are lost
+                        self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
                 except ValueError as error:  # on a CPU attention refuses gates that have overflowed
                     if "must be finite" not in str(error):
@@ -177,8 +198,9 @@ class Trainer:
                     self._save()
         if not self._is_finite():
             self._end_nonfinite("the weights are not finite")
+        weights = whole_tensors(self.model.state_dict(), self.ranks)
         if self.ranks.is_first:
-            self.run.save_weights(self.model, self.step)
+            self.run.save_weights(weights, self.step)
         return Result(self.step, "done")
 
     def one_step(self) -> None:
@@ -244,7 +266,7 @@ class Trainer:
         """Return `Decoder.statistics` by name, layer and head, on a few sequences of the batch."""
         rows = max(1, STATISTICS_TOKENS // self.batch.tokens.shape[1])
         self.model.eval()
-        layers = self.model.statistics(self.batch.tokens[:rows, :STATISTICS_LENGTH])
+        layers = training_statistics(self.loss, self.batch.tokens[:rows, :STATISTICS_LENGTH])
         self.model.train()
         return {
             key: [[round(x, 5) for x in layer[key].tolist()] for layer in layers]
@@ -253,19 +275,29 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one, or its weights are not finite."""
-        if self.saved_at == self.step or not self.ranks.is_first or not self._is_finite():
+        writes = self.ranks.is_first or self.is_sharded
+        if self.saved_at == self.step or not writes or not self._is_finite():
             return
         begun = time.monotonic()
+        if self.is_sharded:
+            save_sharded_checkpoint(self.run.checkpoint_folder, self.step, self._tensors(), self.ranks)
+        else:
+            save_checkpoint(self.run.checkpoint_folder, State(self.step, self._tensors()))
+        self.saved_at, self.saving_seconds = self.step, time.monotonic() - begun
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds, by name."""
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         if self.step > 0:
             state = optimizer_tensors(self.model, self.optimizer)
             tensors |= {f"optimizer.{name}": value for name, value in state.items()}
-        save_checkpoint(self.run.checkpoint_folder, State(self.step, tensors | {"window": self.window}))
-        self.saved_at, self.saving_seconds = self.step, time.monotonic() - begun
+        return tensors | {"window": self.window}
 
     def _is_finite(self) -> bool:
-        """Return whether all weights are finite."""
-        return bool(torch.stack([value.isfinite().all() for value in self.model.state_dict().values()]).all())
+        """Return whether all weights are finite. All processes call it where weights are sharded."""
+        values = [local_part(value) for value in self.model.state_dict().values()]
+        finite = bool(torch.stack([value.isfinite().all() for value in values]).all())
+        return not self.ranks.any_true(not finite) if self.is_sharded else finite
 
     def _end_nonfinite(self, what: str) -> NoReturn:
         """End the run in all processes, of which the first says why."""
@@ -275,39 +307,45 @@ class Trainer:
         raise NonFiniteError(f"{self.run.path}: {what} at step {self.step:,}, so the run has ended; {kept}")
 
     def _restore(self) -> None:
-        """Go back to the newest checkpoint, which the first process reads for all."""
-        if self.ranks.is_first:
-            self._read_checkpoint()
-        self.saved_at = self.ranks.from_first(self.saved_at)
+        """Go back to the newest checkpoint, which the first process chooses, and reads for all unless sharded."""
+        path, self.saved_at = self.ranks.run_on_first(self._read_checkpoint)
         self.step = max(0, self.saved_at)
-        if self.ranks.has_others:
-            if self.step > 0 and not self.ranks.is_first:
-                allocate_state(self.model, self.optimizer)
-            state = optimizer_tensors(self.model, self.optimizer)
-            self.ranks.copy_from_first([*self.model.state_dict().values(), self.window, *state.values()])
+        if self.ranks.has_others and self.step > 0 and (self.is_sharded or not self.ranks.is_first):
+            allocate_state(self.model, self.optimizer)
+        if self.is_sharded and path is not None:
+            load_into_shards(path, self._tensors(), self.ranks)
+        elif self.ranks.has_others and not self.is_sharded:
+            self.ranks.copy_from_first(list(self._tensors().values()))
 
-    def _read_checkpoint(self) -> None:
+    def _read_checkpoint(self) -> tuple[Path | None, int]:
+        """Take the newest checkpoint, but for sharded weights; return its path and step, -1 if there is none."""
+
         def warn(text: str) -> None:
             self._report(f"warning: {text}")
 
-        state = load_checkpoint(self.run.checkpoint_folder, warn, self.model.state_dict())
+        read = describe_checkpoint if self.is_sharded else read_checkpoint
+        state = load_checkpoint(self.run.checkpoint_folder, warn, self.model.state_dict(), read)
         if state is not None:
-            self._take(state)
+            self._check(state)
+            if not self.is_sharded:
+                self._take(state)
         if self.run.metrics_file.is_file():  # steps after the checkpoint will be logged again
             rows = read_rows(self.run.metrics_file, ("step",))
             write_rows(self.run.metrics_file, [row for row in rows if state is not None and row["step"] <= state.step])
-        if state is not None:
-            self._report(f"resuming at step {state.step:,}")
+        if state is None:
+            return None, -1
+        self.step = state.step
+        self._report(f"resuming at step {state.step:,}")
+        return state.path, state.step
 
-    def _take(self, state: State) -> None:
-        """Go on from a checkpoint, whose model fits. A ValueError if the rest of it doesn't."""
+    def _check(self, state: State) -> None:
+        """Raise a ValueError if a checkpoint, whose model fits, can't be used."""
         window = state.tensors.get("window")
         try:
             if not 0 <= state.step <= self.config.train.steps:
                 raise ValueError(f"the run has {self.config.train.steps:,} steps")
-            self.model.load_state_dict(checkpoint_part(state, "model."))
             if state.step > 0:
-                load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))
+                check_optimizer_tensors(self.model, checkpoint_part(state, "optimizer."))
             if window is None or window.shape != self.window.shape:
                 raise ValueError("it has no sums since the last log line")
         except ValueError as error:
@@ -315,8 +353,13 @@ class Trainer:
             raise ValueError(
                 f"the checkpoint of step {step} in {self.run.checkpoint_folder} can't be used: {error}"
             ) from None
-        self.window.copy_(window)
-        self.step = self.saved_at = state.step
+
+    def _take(self, state: State) -> None:
+        """Go on from a checkpoint that fits."""
+        self.model.load_state_dict(checkpoint_part(state, "model."))
+        if state.step > 0:
+            load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))
+        self.window.copy_(state.tensors["window"])
 
     def _report(self, message: str) -> None:
         self.progress(Progress(self.step, self.config.train.steps, message=message))
