@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tra.attention import Cache, ThresholdRelativeAttention
+    from tra.extensions import import_file
     from tra.model import Decoder, DecoderConfig
     from tra.ops import threshold_relative_attention, threshold_relative_attention_varlen
+    from tra.runs import RunFolder
 
 __version__ = "0.1.0"
 
@@ -21,8 +23,10 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "RunFolder",
     "ThresholdRelativeAttention",
     "__version__",
+    "import_file",
     "threshold_relative_attention",
     "threshold_relative_attention_varlen",
 ]
@@ -31,7 +35,9 @@ _HOMES = {
     "Cache": "tra.attention",
     "Decoder": "tra.model",
     "DecoderConfig": "tra.model",
+    "RunFolder": "tra.runs",
     "ThresholdRelativeAttention": "tra.attention",
+    "import_file": "tra.extensions",
     "threshold_relative_attention": "tra.ops",
     "threshold_relative_attention_varlen": "tra.ops",
 }

@@ -2,7 +2,8 @@
 
 A mechanism of your own is a subclass of `Attention` with `attend`, `logits` and `weigh`, or of `DenseAttention` with
 `logits` and `weigh`. They compute from `AttentionInputs`, as `scores`, `visible_keys`, `key_positions` and
-`softmax_attention` do.
+`softmax_attention` do. Arguments of its constructor that other mechanisms don't have are `model.arguments` of a run.
+`examples/own_mechanism.py` is one, and `tra.import_file` makes those of a file known.
 """
 
 from tra.attention.alibi import LinearBiasAttention
@@ -25,6 +26,7 @@ from tra.attention.tra import ThresholdRelativeAttention
 from tra.attention.tra_distance_only import DistanceOnlyAttention
 from tra.attention.tra_plain_distance import PlainDistanceAttention
 from tra.attention.tra_threshold_only import ThresholdOnlyAttention
+from tra.extensions import find_class
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "tra": ThresholdRelativeAttention,
@@ -44,8 +46,19 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "tra-plain-distance": PlainDistanceAttention,
     "lstm": LongShortTermMemory,
 }
+"""Mechanisms by name. Those of one's own are added when they are first named."""
+
+BUILT_IN_MECHANISMS = tuple(MECHANISMS)
+"""The names of this package's own."""
+
+
+def find_mechanism(name: str) -> type[Mechanism]:
+    """Return a mechanism by name: built in, of an imported file, or of an installed package."""
+    return find_class("mechanism", name, MECHANISMS, Mechanism)
+
 
 __all__ = [
+    "BUILT_IN_MECHANISMS",
     "MECHANISMS",
     "Attention",
     "AttentionInputs",
@@ -71,6 +84,7 @@ __all__ = [
     "ThresholdOnlyAttention",
     "ThresholdRelativeAttention",
     "WeightMap",
+    "find_mechanism",
     "key_positions",
     "scores",
     "softmax_attention",

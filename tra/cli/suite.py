@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a suite, see above; with merge: run folders or archives",
     )
-    add_list(parser, "--only", "NAME", "tables and mechanisms to take (default: all)")
+    add_list(parser, "--only", "NAME", "tables and mechanisms to take, also FILE.py:NAME of your own (default: all)")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where the runs go, a folder each (default: runs/<suite>)"
     )
@@ -75,12 +75,13 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if len(options.names) != 1:
         raise ValueError(f"suite {options.action} takes one suite, got {len(options.names)}")
+    from tra.extensions import without_folder
     from tra.suite import suite
     from tra.suite.grid import cells_of
 
     name = options.names[0]
     grid = suite(name)
-    cells = cells_of(grid, options.only)
+    cells = cells_of(grid, map(without_folder, options.only))
     chosen = {cell.name for cell in cells}
     parts = {
         title: part._replace(cells=[cell for cell in part.cells if cell.name in chosen]) for title, part in grid.items()

@@ -120,6 +120,8 @@ def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:
     for variant, group in groups.items():
         if len({run.config["optim"]["lr"] for run in group}) > 1:
             raise ValueError(f"the runs of {variant} have different learning rates: compare one at a time")
+        if len(codes := {run.code for run in group}) > 1:
+            raise ValueError(f"the runs of {variant} were trained with different files: {'; '.join(sorted(codes))}")
     if len({run.metrics[-1]["step"] for run in runs}) > 1:
         raise ValueError("the runs have different steps: make them alike first")
     if len({tuple((row["examples"], row["seed"]) for row in run.evaluation) for run in runs}) > 1:

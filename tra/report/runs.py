@@ -54,6 +54,11 @@ class EvaluatedRun:
         return variant_of(self.config["model"])
 
     @property
+    def code(self) -> str:
+        """Which files of one's own the run was trained with: `mine.py 01234567`; empty for built-in names."""
+        return ", ".join(f"{source} {version[:8]}" for source, version in sorted(self.config["imports"].items()))
+
+    @property
     def seed(self) -> int:
         return self.config["train"]["seed"]
 
@@ -64,11 +69,12 @@ class EvaluatedRun:
     @property
     def trained_length(self) -> int | None:
         """The longest training sequence, in the task's own count; None where it isn't known."""
-        from tra.tasks import TASKS  # only here, as it imports torch
+        from tra.tasks import find_task  # only here, as it imports torch
         from tra.text.task import Text
 
         try:
-            task = (TASKS | {"text": Text})[self.task](**self.config["task"]["arguments"])
+            task_type: Any = Text if self.task == Text.name else find_task(self.task)
+            task = task_type(**self.config["task"]["arguments"])
             return task.lengths("train").longest
         except (KeyError, TypeError, ValueError):
             return None
@@ -205,8 +211,12 @@ def _check_config(config: Any) -> None:
         value = config["model"].get(key, 0)
         if not is_finite(value) and (key, value) != ("margin", "inf"):
             raise ValueError(f"config.json is damaged: model.{key} is not a number")
-    if not isinstance(config["task"].setdefault("arguments", {}), dict):
-        raise ValueError("config.json is damaged: task.arguments is not an object")
+    imports = config.setdefault("imports", {})
+    if not isinstance(imports, dict) or not all(isinstance(version, str) for version in imports.values()):
+        raise ValueError("config.json is damaged: imports is not an object of digests")
+    for section in ("task", "model"):
+        if not isinstance(config[section].setdefault("arguments", {}), dict):
+            raise ValueError(f"config.json is damaged: {section}.arguments is not an object")
 
 
 def _check_facts(run: EvaluatedRun) -> None:

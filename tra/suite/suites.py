@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from tra.attention import MECHANISMS
+from tra.attention import BUILT_IN_MECHANISMS
 from tra.config import RunConfig
 from tra.presets import preset
 from tra.suite.grid import Cell, Part, Suite, cells_of, load_suite
@@ -43,7 +43,7 @@ def rivals() -> Suite:
     """Every mechanism on the demo's flip-flop, three seeds each, at the rate that `rivals-rates` found for it."""
     cells = [
         Cell(f"{mechanism}-{seed}", _demo(mechanism, RATES[mechanism], seed))
-        for mechanism in MECHANISMS
+        for mechanism in BUILT_IN_MECHANISMS
         for seed in (0, 1, 2)
     ]
     return {"rivals": Part(cells)}
@@ -54,7 +54,7 @@ def rivals_rates() -> Suite:
     cells = [
         Cell(f"{mechanism}-{rate}-{seed}", _demo(mechanism, rate, seed))
         for seed in (100, 101)
-        for mechanism in MECHANISMS
+        for mechanism in BUILT_IN_MECHANISMS
         for rate in SEARCHED_RATES
     ]
     return {"rates": Part(cells, "rate")}
@@ -215,7 +215,7 @@ def _grid_cells(
             f"{label or name}, {mechanism}" if len(presets) > 1 else "",
         )
         for name in presets
-        for mechanism in MECHANISMS
+        for mechanism in BUILT_IN_MECHANISMS
         for seed in seeds
     ]
 
@@ -286,7 +286,7 @@ SUITES: dict[str, Callable[[], Suite]] = {
 
 
 def suite(name: str) -> Suite:
-    """Return a suite by its name, or by FILE.py:FUNCTION."""
+    """Return a suite by its name, by FILE.py:FUNCTION, or by the entry point of an installed package."""
     return load_suite(name, SUITES)
 
 

@@ -68,6 +68,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     time_limit: float | None = None,
+    changed_files: bool = False,
     device: torch.device | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
@@ -78,6 +79,7 @@ def train(
         folder: Where the run keeps its files. One that exists is never touched without `resume` or `overwrite`.
         resume: Go on from the newest intact checkpoint, or start if there is none.
         time_limit: Seconds after which to checkpoint and stop, with room to do so.
+        changed_files: Resume though a file of one's own is not the one that the run began with.
         progress: Called after every step.
     """
     started = time.monotonic()
@@ -90,11 +92,18 @@ def train(
             ranks.check_batch(config.train)
             config.check_model()
             config.task.build().check_data()
-        chosen = claim.enter_context(run.claim(config, resume=resume, overwrite=overwrite))
+        current = None if config is None else config.with_current_imports()
+        chosen = claim.enter_context(run.claim(current, resume=resume, overwrite=overwrite))
         ranks.check_batch(chosen.train)
         is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
         if not is_finished:
-            run.note_environment(device, ranks.world)
+            changes = chosen.changed_imports()
+            if changes and not changed_files:
+                raise ValueError(
+                    f"{run.path} can't go on: {changes[0]}; undo the change, start anew with --overwrite, "
+                    "or go on all the same with --changed-files"
+                )
+            run.note_environment(device, ranks.world, changes)
         return chosen, is_finished
 
     with join_processes(device) as ranks, explain_full_disk(run), contextlib.ExitStack() as claim:

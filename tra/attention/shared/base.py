@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from tra.attention.shared.fusing import check_plain_parts, one_product_is_best
 from tra.attention.shared.inputs import AttentionInputs, check_masks, scores, visible_keys
 from tra.attention.shared.positions import positions
 from tra.attention.shared.rotation import rotate_by_position
+from tra.extensions import arguments_of
 
 NORM_EPS = 1e-6
 """Added to mean squares in the norm of queries and keys."""
@@ -23,6 +25,12 @@ FUSED_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj"), nn.Linear) | {
     "gate.linear": GateLinear,
 }
 """The modules whose weights a fused layer reads itself, and their classes."""
+
+
+COMMON_ARGUMENTS = (
+    "d_model", "n_heads", "n_kv_heads", "qk_norm", "rotary", "rope_theta", "dropout", "fuse_projections"
+)  # fmt: skip
+"""Arguments that the decoder passes to every mechanism."""
 
 
 class WeightMap(NamedTuple):
@@ -51,6 +59,12 @@ class Mechanism(nn.Module):
     """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
     keeps_state: ClassVar[bool] = False
     """Its cache holds a state of all tokens so far, out of which none can be taken again."""
+
+    @classmethod
+    def own_arguments(cls) -> dict[str, inspect.Parameter]:
+        """Return the constructor's arguments that `arguments` of `DecoderConfig` may give."""
+        others = {*COMMON_ARGUMENTS, *cls.config_fields}
+        return {name: parameter for name, parameter in arguments_of(cls).items() if name not in others}
 
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
         raise ValueError(f"{type(self).__name__} has no attention map")
