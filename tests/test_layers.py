@@ -17,28 +17,26 @@ from tests.slow import slow
 PACKAGE = Path(__file__).parent.parent / "tra"
 
 ALLOWED = {
-    "extensions": "",
     "ops": "",
-    "tasks": "extensions",
-    "runs": "extensions",
-    "attention": "ops extensions",
+    "tasks": "",
+    "runs": "",
+    "attention": "ops",
     "generation": "ops attention",
     "model": "ops attention generation",
     "text": "tasks runs",
-    "config": "attention model tasks text extensions",
+    "config": "attention model tasks text runs",
     "presets": "model tasks text config",
     "training": "ops attention model tasks text config runs",
     "evaluation": "ops attention model tasks text config runs training",
     "report": "tasks text runs",
-    "suite": "extensions attention model tasks text config presets runs training evaluation",
-    "bench": "extensions ops attention model generation tasks text config presets runs training",
-    "hub": "extensions ops attention model tasks text config runs training report",
-    "cli": "extensions ops attention model generation tasks text config presets runs training evaluation report suite "
-    "bench hub",
+    "suite": "attention model tasks text config presets runs training evaluation",
+    "bench": "ops attention model generation tasks text config presets runs training",
+    "hub": "ops attention model tasks text config runs training report",
+    "cli": "ops attention model generation tasks text config presets runs training evaluation report suite bench hub",
 }
 """What each entry at the top of the package may import, lazily or not. Every one may import `tra` itself."""
 
-LATER = {"runs": "config model training"}
+LATER = {"runs": "attention config model tasks training"}
 """What an entry may import inside a function only: opening a run needs torch, reading its files does not."""
 
 
@@ -156,7 +154,7 @@ def test_importing_the_package_loads_nothing_else() -> None:
     run_python("import sys, tra; assert 'torch' not in sys.modules; assert 'tra.ops' not in sys.modules")
     run_python("import sys, tra; tra.threshold_relative_attention; assert 'tra.attention' not in sys.modules")
     code = "import sys, tra; tra.Decoder; loaded = {name.split('.')[1] for name in sys.modules if name[:4] == 'tra.'}"
-    run_python(f"{code}; assert loaded == {{'ops', 'attention', 'model', 'generation', 'extensions'}}, loaded")
+    run_python(f"{code}; assert loaded == {{'ops', 'attention', 'model', 'generation'}}, loaded")
 
 
 def without(*modules: str) -> str:

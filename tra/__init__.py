@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tra.attention import Cache, ThresholdRelativeAttention
-    from tra.extensions import import_file
     from tra.model import Decoder, DecoderConfig
     from tra.ops import threshold_relative_attention, threshold_relative_attention_varlen
-    from tra.runs import RunFolder
+    from tra.runs import RunFolder, import_file
 
 __version__ = "0.1.0"
 
@@ -37,7 +36,7 @@ _HOMES = {
     "DecoderConfig": "tra.model",
     "RunFolder": "tra.runs",
     "ThresholdRelativeAttention": "tra.attention",
-    "import_file": "tra.extensions",
+    "import_file": "tra.runs",
     "threshold_relative_attention": "tra.ops",
     "threshold_relative_attention_varlen": "tra.ops",
 }
@@ -61,6 +60,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
     It stands here because every package may import it.
     """
+    if ".py:" in name:
+        file = name.rpartition(":")[0]
+        return (
+            f"the {kind} {name!r} needs {file} of your own, imported only when you name it: add --import FOLDER/{file} "
+            "(in Python: tra.import_file)"
+        )
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     answer = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

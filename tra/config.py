@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from tra import unknown_name
-from tra.attention import BUILT_IN_MECHANISMS, find_mechanism
-from tra.extensions import arguments_of, changes, check_sources, import_named, sources
+from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS, constructor_arguments
 from tra.model import Decoder, DecoderConfig, NumberOrInfinity
-from tra.tasks import BUILT_IN_TASKS, Task, find_task
+from tra.runs.own_files import changes, check_sources, import_named, register, sources
+from tra.tasks import BUILT_IN_TASKS, TASKS, Task
 from tra.text.task import Text
 
 VERSION = 1
@@ -44,8 +44,10 @@ class TaskConfig:
     """Arguments of the task that differ from the paper's."""
 
     def build(self) -> Task:
-        task: type[Task] = Text if self.name == Text.name else find_task(self.name)
-        known = arguments_of(task)
+        if self.name != Text.name:
+            register("task", self.name)
+        task: type[Task] = Text if self.name == Text.name else TASKS[self.name]
+        known = constructor_arguments(task)
         for argument, value in self.arguments.items():
             if argument not in known:
                 raise ValueError(unknown_name(f"argument of {self.name}", argument, known))
@@ -193,6 +195,9 @@ class RunConfig:
             raise ValueError(f"the config has version {version}, this tra reads up to {VERSION}: update tra to use it")
         imports = convert_json(values.get("imports", {}), dict[str, str], "imports")
         check_sources(imports)  # before names are looked up, which without their files mean nothing
+        model = values.get("model")
+        if isinstance(model, dict) and isinstance(model.get("mechanism"), str):
+            register("mechanism", model["mechanism"])
         return _build(cls, values, "").resolved()
 
     @classmethod
@@ -229,7 +234,7 @@ class RunConfig:
 
 def check_arguments(model: DecoderConfig, prefix: str) -> None:
     """Check the types of the mechanism's own arguments. Their names were checked when the config was made."""
-    own = find_mechanism(model.mechanism).own_arguments()
+    own = MECHANISMS[model.mechanism].own_arguments()
     for name, value in model.arguments.items():
         convert_json(value, own[name].annotation, f"{prefix}.{name}")
 

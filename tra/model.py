@@ -20,7 +20,6 @@ from tra.attention import (
     Mechanism,
     StaticCache,
     ThresholdRelativeAttention,
-    find_mechanism,
 )
 from tra.attention.shared.cache import StaticLayerCache
 from tra.attention.shared.inputs import check_masks
@@ -106,7 +105,9 @@ class DecoderConfig:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        mechanism = find_mechanism(self.mechanism)
+        if self.mechanism not in MECHANISMS:
+            raise ValueError(unknown_name("mechanism", self.mechanism, MECHANISMS))
+        mechanism = MECHANISMS[self.mechanism]
         if self.block not in ("pre", "authors"):
             raise ValueError(f"block must be 'pre' or 'authors', got {self.block!r}")
         if self.embedding_init not in ("uniform", "normal"):

@@ -15,6 +15,7 @@ from tra.attention.lstm import LongShortTermMemory
 from tra.attention.nope import NoPositionAttention
 from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
+from tra.attention.shared.arguments import constructor_arguments
 from tra.attention.shared.base import Attention, Mechanism, WeightMap
 from tra.attention.shared.cache import Cache, LayerCache, StaticCache
 from tra.attention.shared.inputs import AttentionInputs, key_positions, scores, softmax_attention, visible_keys
@@ -26,7 +27,6 @@ from tra.attention.tra import ThresholdRelativeAttention
 from tra.attention.tra_distance_only import DistanceOnlyAttention
 from tra.attention.tra_plain_distance import PlainDistanceAttention
 from tra.attention.tra_threshold_only import ThresholdOnlyAttention
-from tra.extensions import find_class
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "tra": ThresholdRelativeAttention,
@@ -46,16 +46,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "tra-plain-distance": PlainDistanceAttention,
     "lstm": LongShortTermMemory,
 }
-"""Mechanisms by name. Those of one's own are added when they are first named."""
+"""Mechanisms by name. Those of one's own are added by `tra.import_file`, or when a config first names them."""
 
 BUILT_IN_MECHANISMS = tuple(MECHANISMS)
 """The names of this package's own."""
-
-
-def find_mechanism(name: str) -> type[Mechanism]:
-    """Return a mechanism by name: built in, of an imported file, or of an installed package."""
-    return find_class("mechanism", name, MECHANISMS, Mechanism)
-
 
 __all__ = [
     "BUILT_IN_MECHANISMS",
@@ -84,7 +78,7 @@ __all__ = [
     "ThresholdOnlyAttention",
     "ThresholdRelativeAttention",
     "WeightMap",
-    "find_mechanism",
+    "constructor_arguments",
     "key_positions",
     "scores",
     "softmax_attention",

@@ -20,9 +20,9 @@ import torch
 from tra.attention import MECHANISMS
 from tra.bench.timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
-from tra.extensions import import_file, paths
 from tra.model import DecoderConfig
-from tra.runs import RunFolder, environment
+from tra.runs import RunFolder, environment, import_file
+from tra.runs.own_files import paths
 from tra.training import Trainer
 
 VOCABULARY = 256

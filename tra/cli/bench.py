@@ -42,13 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tra.attention import find_mechanism
-    from tra.extensions import import_named
+    from tra.runs import import_named, register
     from tra.training import pick_device
 
     options.only = [import_named(mechanism) for mechanism in options.only]
     for mechanism in options.only:
-        find_mechanism(mechanism)
+        register("mechanism", mechanism)
     device = pick_device(options.device)
     with Console(stderr=True).status("measuring") as status:
         result = _measure(options.what, device, options.only, lambda text: status.update(f"measuring {text}"))

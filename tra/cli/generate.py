@@ -13,6 +13,9 @@ DESCRIPTION = """Let a trained run continue a prompt, and show its text as it is
 A language model continues a text, a run of a task a sequence of its symbols:
   tra generate runs/text-demo-tra --prompt "Alice was" --temperature 0.8
   tra generate flipflop-tra --prompt w1i0i1r
+  tra generate runs/copy-quick-tra --prompt '<bos> c a b <sep>'
+
+Symbols of a task have spaces between them; only those of flip-flop need none.
 
 The most probable token is taken, so the result is always the same, unless
 --temperature, --top-k, --top-p or --number ask for sampling."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from tra import __version__, unknown_name
 from tra.cli.options import Parser, add_imports
-from tra.extensions import ChangedFileWarning, import_file
+from tra.runs import ChangedFileWarning, import_file
 from tra.runs.failures import explain_failure, one_line
 
 VERBS: dict[str, tuple[str, str]] = {

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if len(options.names) != 1:
         raise ValueError(f"suite {options.action} takes one suite, got {len(options.names)}")
-    from tra.extensions import without_folder
+    from tra.runs.own_files import without_folder
     from tra.suite import suite
     from tra.suite.grid import cells_of
 
@@ -120,6 +120,8 @@ def _run(options: argparse.Namespace, parts: Suite, cells: list[Cell], out: Path
     failed = [report for report in reports if report.status == "failed"]
     for report in failed:
         print(f"{report.name} failed: {report.last_lines}", file=sys.stderr)
+    for note in dict.fromkeys(part.note for part in parts.values() if part.note):
+        print(f"note: {note}")
     done = sum(report.status in ("done", "skipped") for report in reports)
     print(f"{done} of {len(cells)} runs in {out} are done (tra suite table {options.names[0]})")
     return 1 if failed else 0

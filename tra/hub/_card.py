@@ -28,7 +28,7 @@ tags:
 LOAD = """\
 ## Use
 
-With `threshold-relative-attention[hub]` installed:
+With the package threshold-relative-attention (imported as `tra`) and transformers 5.17 or newer installed:
 
 ```python
 {imports}

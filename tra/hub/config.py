@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS
 from tra.config import check_arguments, convert_json, finite_dict
-from tra.extensions import ChangedFileWarning, changes, check_sources, sources
 from tra.model import DecoderConfig
+from tra.runs.own_files import ChangedFileWarning, changes, check_sources, register, sources
 
 FORMAT = 3
 """Newest version of configs and weights. A newer one raises an error. Version 2 has `threshold` and `margin`, version 3
@@ -120,6 +120,7 @@ class TRAConfig(PreTrainedConfig):
         check_sources(imports)
         for line in changes(imports):
             warnings.warn(line, ChangedFileWarning, stacklevel=2)
+        register("mechanism", self.mechanism)
         decoder = self.to_decoder()
         self.imports = sources({"mechanism": decoder.mechanism}, BUILT_IN_MECHANISMS) | imports
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads

@@ -69,12 +69,11 @@ class EvaluatedRun:
     @property
     def trained_length(self) -> int | None:
         """The longest training sequence, in the task's own count; None where it isn't known."""
-        from tra.tasks import find_task  # only here, as it imports torch
+        from tra.tasks import TASKS  # only here, as it imports torch
         from tra.text.task import Text
 
         try:
-            task_type: Any = Text if self.task == Text.name else find_task(self.task)
-            task = task_type(**self.config["task"]["arguments"])
+            task = (TASKS | {"text": Text})[self.task](**self.config["task"]["arguments"])
             return task.lengths("train").longest
         except (KeyError, TypeError, ValueError):
             return None

@@ -18,6 +18,7 @@ from tra.runs.files import (
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.intervals import bootstrap_interval, permutation_p, perplexity_ratio, wilson_interval
 from tra.runs.locks import LOCK, LockedError, folder_lock
+from tra.runs.own_files import ChangedFileWarning, import_file, import_named, register
 from tra.runs.replacing import (
     clear_folder_beside,
     locked_folder_beside,
@@ -36,6 +37,7 @@ __all__ = [
     "TEMPORARY",
     "UNREADABLE_ARRAYS",
     "AttentionMaps",
+    "ChangedFileWarning",
     "LockedError",
     "RunFolder",
     "atomic_file",
@@ -46,6 +48,8 @@ __all__ = [
     "exact_text",
     "flush_folder",
     "folder_lock",
+    "import_file",
+    "import_named",
     "is_finite",
     "length_text",
     "locked_folder_beside",
@@ -58,6 +62,7 @@ __all__ = [
     "put_row",
     "read_attention",
     "read_rows",
+    "register",
     "remove_stale_files",
     "remove_unlocked_folder",
     "replace_folder",

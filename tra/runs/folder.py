@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tra.extensions import ChangedFileWarning
 from tra.runs.environment import environment
 from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
 from tra.runs.locks import LOCK, folder_lock
+from tra.runs.own_files import ChangedFileWarning
 from tra.runs.replacing import clear_folder_beside, locked_folder_beside, replace_folder
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from tra.evaluation import diagnose_run, diagnose_task, evaluate_run, evaluate_run_text, evaluate_task, evaluate_text
-from tra.extensions import import_file
 from tra.model import Decoder
-from tra.runs import LockedError, RunFolder, folder_lock
+from tra.runs import LockedError, RunFolder, folder_lock, import_file
 from tra.runs.failures import explain_failure, one_line
 from tra.suite.cell_process import CUT_OFF
 from tra.suite.state import missing

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tra import unknown_name
 from tra.config import RunConfig, differences
-from tra.extensions import execute, find, is_in_file
+from tra.runs.own_files import execute, find, is_in_file
 
 Measure = Literal["exact", "perplexity", "cost", "rate"]
 
@@ -52,6 +52,8 @@ class Part(NamedTuple):
     cells: list[Cell]
     measure: Measure = "exact"
     """Exact match by split, perplexity by text and window, milliseconds of a training step, or final loss by rate."""
+    note: str = ""
+    """What to know before reading the table."""
 
 
 Suite = dict[str, Part]

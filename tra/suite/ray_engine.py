@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tra.extensions import paths
+from tra.runs.failures import pip_install
+from tra.runs.own_files import paths
 from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
 from tra.suite.grid import Cell
 
@@ -41,7 +42,7 @@ def run_on_ray(
     try:
         import ray
     except ImportError:
-        raise ValueError("--engine ray needs Ray: pip install 'threshold-relative-attention[scale]'") from None
+        raise ValueError(f"--engine ray needs Ray: {pip_install('ray>=2.40')}") from None
     out = out.resolve()
     reports = Reports(progress)
     waiting = prepare_cells(cells, out, retry, reports)

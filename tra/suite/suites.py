@@ -247,6 +247,9 @@ def paper() -> Suite:
     }
 
 
+QUICK_NOTE = "60 steps of a tiny model: this shows the form of the table, and says nothing about the mechanisms."
+
+
 def paper_quick() -> Suite:
     """The same in miniature, on a CPU, two seeds: the form of the tables, without their results."""
     small = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.batch_size=16", "train.compile=off"]
@@ -256,7 +259,7 @@ def paper_quick() -> Suite:
     few = (0, 1)
     text = [*short, "evaluate.windows=[128,256]"]
     instruct = [*short, "task.arguments.longest=8", 'evaluate.splits=["iid"]']
-    return {
+    tables = {
         "flipflop": Part(_grid_cells(["demo"], few, flipflop, "flipflop")),
         "copy-induct": Part(_grid_cells(["copy-quick", "induct-quick"], few, [*short, *lengths])),
         "instruct": Part(_grid_cells(["instruct-quick"], few, instruct)),
@@ -270,6 +273,7 @@ def paper_quick() -> Suite:
             "cost",
         ),
     }
+    return {name: part._replace(note=QUICK_NOTE) for name, part in tables.items()}
 
 
 SUITES: dict[str, Callable[[], Suite]] = {

@@ -4,7 +4,6 @@ A task of your own is a subclass of `Task`. `examples/own_task.py` is one, and `
 known.
 """
 
-from tra.extensions import find_class
 from tra.tasks.base import (
     Batch,
     Lengths,
@@ -28,16 +27,10 @@ from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, let
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (FlipFlop, Copy, Induct, Instruct, Latest, MultiQueryRecall)
 }
-"""Tasks by name. Those of one's own are added when they are first named."""
+"""Tasks by name. Those of one's own are added by `tra.import_file`, or when a config first names them."""
 
 BUILT_IN_TASKS = tuple(TASKS)
 """The names of this package's own."""
-
-
-def find_task(name: str) -> type[Task]:
-    """Return a task by name: built in, of an imported file, or of an installed package."""
-    return find_class("task", name, TASKS, Task)
-
 
 __all__ = [
     "BOS",
@@ -59,7 +52,6 @@ __all__ = [
     "Task",
     "check_lengths",
     "draw_lengths",
-    "find_task",
     "generator",
     "length_buckets",
     "length_splits",

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tra.attention.shared.arguments import constructor_arguments
 from tra.attention.shared.cache import LayerCache, StaticLayerCache
 from tra.attention.shared.forget_gate import ForgetGate, GateLinear
 from tra.attention.shared.fusing import check_plain_parts, one_product_is_best
 from tra.attention.shared.inputs import AttentionInputs, check_masks, scores, visible_keys
 from tra.attention.shared.positions import positions
 from tra.attention.shared.rotation import rotate_by_position
-from tra.extensions import arguments_of
 
 NORM_EPS = 1e-6
 """Added to mean squares in the norm of queries and keys."""
@@ -64,7 +64,7 @@ class Mechanism(nn.Module):
     def own_arguments(cls) -> dict[str, inspect.Parameter]:
         """Return the constructor's arguments that `arguments` of `DecoderConfig` may give."""
         others = {*COMMON_ARGUMENTS, *cls.config_fields}
-        return {name: parameter for name, parameter in arguments_of(cls).items() if name not in others}
+        return {name: parameter for name, parameter in constructor_arguments(cls).items() if name not in others}
 
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
         raise ValueError(f"{type(self).__name__} has no attention map")

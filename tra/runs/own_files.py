@@ -15,11 +15,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import re
 import sys
 import traceback
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -63,10 +61,13 @@ def without_folder(name: str) -> str:
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """Import a file, so that configs can name what it defines as `file.py:Name`, and return its module.
+    """Import a file, so that configs can name its mechanisms and tasks as `file.py:Name`, and return its module.
 
     An imported file is imported again only if it has changed. Its folder is not added to `sys.path`.
     """
+    from tra.attention import Mechanism
+    from tra.tasks import Task
+
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -82,6 +83,9 @@ def import_file(path: str | Path) -> ModuleType:
         raise ValueError(f"two different files are called {path.name}: {known.path} and {path}; rename one")
     module = execute(path, f"tra_own_{digest[:12]}_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}")
     _files[path.name] = OwnFile(path, digest, module)
+    for attribute, value in list(vars(module).items()):
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, Mechanism | Task):
+            register("mechanism" if issubclass(value, Mechanism) else "task", f"{path.name}:{attribute}")
     return module
 
 
@@ -126,7 +130,7 @@ def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
     if match is not None:
         file = _files.get(Path(match["path"]).name)
         if file is None:
-            raise ValueError(_missing_files(f"the {kind} {name!r}", [Path(match["path"]).name]))
+            raise ValueError(unknown_name(kind, without_folder(name), known))
         if not hasattr(file.module, match["attribute"]):
             raise ValueError(f"{file.path} has no {match['attribute']}, which should be a {kind}")
         return getattr(file.module, match["attribute"])
@@ -139,19 +143,23 @@ def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
         raise ValueError(f"the {kind} {name!r} of {_package(entry)} can't be imported: {error}") from error
 
 
-def find_class(kind: Kind, name: str, registry: dict[str, type[Any]], base: type) -> type[Any]:
-    """Return a registry's class by name, after adding to it what `find` finds. A ValueError if it isn't a `base`.
+def register(kind: Kind, name: str) -> None:
+    """Add what `find` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
 
-    What an imported file defines replaces its former definition in the registry.
+    What an imported file defines replaces its former definition.
     """
+    from tra.attention import MECHANISMS, Mechanism
+    from tra.tasks import TASKS, Task
+
+    registry: dict[str, Any] = MECHANISMS if kind == "mechanism" else TASKS
+    base: type[Any] = Mechanism if kind == "mechanism" else Task
     match = _NAME.fullmatch(name)
     if name in registry and (match is None or Path(match["path"]).name not in _files):
-        return registry[name]
+        return
     found = find(kind, name, registry)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"the {kind} {name!r} must be a subclass of {base.__name__}, got {found!r}")
     registry[name] = found
-    return found
 
 
 def sources(names: Mapping[Kind, str], built_in: Iterable[str]) -> dict[str, str]:
@@ -197,29 +205,6 @@ def changes(wanted: Mapping[str, str]) -> list[str]:
             if entry is not None and _package(entry) != version:
                 lines.append(f"{name} has changed: it was of {version} in training and is of {_package(entry)} now")
     return lines
-
-
-def arguments_of(kind: type[Any]) -> dict[str, inspect.Parameter]:
-    """Return the constructor's arguments by name, with those that it passes on as `**options` to the class above it.
-
-    Annotations are types, or Any where there is none.
-    """
-    found: dict[str, inspect.Parameter] = {}
-    for level in kind.__mro__:
-        if "__init__" not in vars(level):
-            continue
-        make: Any = vars(level)["__init__"]
-        try:
-            hints = typing.get_type_hints(make)
-        except NameError:  # a type that is imported for type checkers only
-            hints = {}
-        _, *parameters = inspect.signature(make).parameters.values()
-        for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                found.setdefault(parameter.name, parameter.replace(annotation=hints.get(parameter.name, Any)))
-        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    return found
 
 
 def paths(wanted: Iterable[str]) -> list[str]:

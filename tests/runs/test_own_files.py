@@ -14,10 +14,9 @@ import torch
 import tra
 from tests.own import IMPORTS, MECHANISM, SUITE, TASK, TINY, command, forget, nothing_stays, train
 from tra.config import RunConfig
-from tra.extensions import ChangedFileWarning, import_file, import_named
 from tra.model import DecoderConfig
 from tra.presets import preset
-from tra.runs import RunFolder, read_rows, variant_of, write_rows
+from tra.runs import ChangedFileWarning, RunFolder, import_file, import_named, read_rows, variant_of, write_rows
 from tra.suite.grid import Cell, Part, load_suite
 from tra.suite.local import run_suite
 from tra.tasks import generator
