@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
         assert config is not None
         task, mechanism = options.preset or config.task.name, config.model.mechanism
         folder = Path("runs") / "-".join(name.rpartition(":")[2] for name in (task, mechanism))
-    with TrainingDisplay(str(folder), is_text=_is_text(config, folder)) as display:
+    device = pick_device(options.device)
+    on_cpu = device.type == "cpu"
+    with TrainingDisplay(str(folder), is_text=_is_text(config, folder), on_cpu=on_cpu) as display:
         result = train(
             config,
             folder,
@@ -89,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             time_limit=time_limit,
             changed_files=options.changed_files,
-            device=pick_device(options.device),
+            device=device,
             progress=display,
         )
     if not is_first():

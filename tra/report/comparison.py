@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from tra.report.breakdowns import footnotes, mark
 from tra.report.curves import diagnosis, exact_match, newest
 from tra.report.figures import links, write_figures
 from tra.report.markdown import TEACHER_FORCED, read_notes, table
@@ -36,7 +37,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     for variant, group in groups.items():
         levels = [level for split in splits if (level := exact_match(group, split))]
         texts = [level.text if level.runs > 1 else f"{level.mean:.3f}" for level in levels]
-        rows.append([name_of(variant), f"{group[0].config['optim']['lr']:g}", *texts])
+        rows.append([name_of(variant) + mark(group), f"{group[0].config['optim']['lr']:g}", *texts])
     lines = [
         f"# {first.task}: every mechanism",
         "",
@@ -45,6 +46,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         f"layers, {model['n_heads']} heads, width {model['d_model']}. {TEACHER_FORCED}",
         "",
         *table(header, rows),
+        *(line for note in footnotes(runs) for line in ("", note)),
         *links(runs, "exact-by-length.png"),
         *(["", notes.strip()] if notes else []),
         *_over_seeds(groups, splits, header),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tra.report.breakdowns import mark
 from tra.report.names import name_of, table_order
 from tra.report.runs import EvaluatedRun, Problem
 
@@ -95,7 +96,7 @@ def _labelled(found: dict[tuple[str, str], list[EvaluatedRun]]) -> list[Group]:
         settings = json.loads(setting)
         differences = [f", {key.rsplit('.', 1)[-1]} {settings[key]}" for key in differing_settings(same_variant)]
         runs = sorted(found[variant, setting], key=lambda run: run.seed)
-        groups.append(Group(variant, name_of(variant) + "".join(differences), runs))
+        groups.append(Group(variant, name_of(variant) + "".join(differences) + mark(runs), runs))
     return groups
 
 

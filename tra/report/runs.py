@@ -56,7 +56,9 @@ class EvaluatedRun:
     @property
     def code(self) -> str:
         """Which files of one's own the run was trained with: `mine.py 01234567`; empty for built-in names."""
-        return ", ".join(f"{source} {version[:8]}" for source, version in sorted(self.config["imports"].items()))
+        return ", ".join(
+            f"{source} {version[:8]}" for source, version in sorted(self.config.get("imports", {}).items())
+        )
 
     @property
     def seed(self) -> int:

@@ -28,7 +28,13 @@ from tra.training.distributed import RankLostError, Ranks, join_processes, local
 from tra.training.loss import COUNTS
 from tra.training.optimizer import adamw, allocate_state, load_optimizer_tensors, optimizer_tensors, set_rate
 from tra.training.step import make_step
-from tra.training.stopping import NonFiniteError, catch_stop_signals, explain_full_disk
+from tra.training.stopping import (
+    NonFiniteError,
+    StepAbandonedError,
+    catch_stop_signals,
+    explain_full_disk,
+    let_signals_in,
+)
 
 DEAD_NULL_RATE = 0.99
 """Fraction of queries without any kept key above which a head is reported as dead."""
@@ -159,7 +165,11 @@ class Trainer:
         """Train to the last step; checkpoint and stop in time for the deadline, or on a signal."""
         train = self.config.train
         slowest, logged_at, logged_step = 0.0, time.monotonic(), self.step
-        with catch_stop_signals() as request:
+        # On a CPU a step may take minutes. Several processes stop together, between steps, and a GPU is fast.
+        can_abandon = self.device.type == "cpu" and not self.ranks.has_others
+        with catch_stop_signals() as request, contextlib.ExitStack() as hooks:
+            if can_abandon:
+                hooks.callback(self._before_update(lambda: setattr(request, "may_abandon", False)))
             while self.step < train.steps:
                 now = time.monotonic()
                 reserve = 2.0 + 2 * slowest + 3 * self.saving_seconds
@@ -168,11 +178,16 @@ class Trainer:
                     if self.ranks.any_true(request.signal is not None or is_late):
                         self._save()
                         return Result(self.step, request.signal or "time limit")
+                    request.may_abandon = can_abandon and request.signal is None
                     self.one_step()
+                except StepAbandonedError:  # this is the state after the step before
+                    self._save()
+                    return Result(self.step, request.signal or "SIGINT")
                 except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
                     self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
                 except ValueError as error:  # on a CPU attention refuses gates that have overflowed
+                    request.may_abandon = False
                     if "must be finite" not in str(error):
                         raise
                     self._end_nonfinite(str(error))
@@ -189,6 +204,17 @@ class Trainer:
         if self.ranks.is_first:
             self.run.save_weights(self.model, self.step)
         return Result(self.step, "done")
+
+    def _before_update(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call a function in every step before weights change, and let signals in before that; return how to end it."""
+        handles = [layer.register_forward_hook(let_signals_in) for layer in self.model.layers]
+        update = self.optimizer.register_step_pre_hook(lambda *_: call())
+
+        def remove() -> None:
+            for handle in (*handles, update):
+                handle.remove()
+
+        return remove
 
     def one_step(self) -> None:
         """Train on the next batch."""
