@@ -24,7 +24,7 @@ ALLOWED = {
     "generation": "ops attention",
     "model": "ops attention generation",
     "text": "tasks runs",
-    "config": "model tasks text",
+    "config": "attention model tasks text runs",
     "presets": "model tasks text config",
     "training": "ops attention model tasks text config runs",
     "evaluation": "ops attention model tasks text config runs training",
@@ -36,7 +36,7 @@ ALLOWED = {
 }
 """What each entry at the top of the package may import, lazily or not. Every one may import `tra` itself."""
 
-LATER = {"runs": "config model training"}
+LATER = {"runs": "attention config model tasks training"}
 """What an entry may import inside a function only: opening a run needs torch, reading its files does not."""
 
 

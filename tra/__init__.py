@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         threshold_relative_attention_paged,
         threshold_relative_attention_varlen,
     )
+    from tra.runs import RunFolder, import_file
 
 __version__ = "0.1.0"
 
@@ -28,10 +29,12 @@ __all__ = [
     "Cache",
     "Decoder",
     "DecoderConfig",
+    "RunFolder",
     "SequenceParts",
     "ThresholdRelativeAttention",
     "__version__",
     "context_parallel_attention",
+    "import_file",
     "threshold_relative_attention",
     "threshold_relative_attention_paged",
     "threshold_relative_attention_varlen",
@@ -42,9 +45,11 @@ _HOMES = {
     "Cache": "tra.attention",
     "Decoder": "tra.model",
     "DecoderConfig": "tra.model",
+    "RunFolder": "tra.runs",
     "SequenceParts": "tra.ops",
     "ThresholdRelativeAttention": "tra.attention",
     "context_parallel_attention": "tra.ops",
+    "import_file": "tra.runs",
     "threshold_relative_attention": "tra.ops",
     "threshold_relative_attention_paged": "tra.ops",
     "threshold_relative_attention_varlen": "tra.ops",
@@ -69,6 +74,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
     It stands here because every package may import it.
     """
+    if ".py:" in name:
+        file = name.rpartition(":")[0]
+        return (
+            f"the {kind} {name!r} needs {file} of your own, imported only when you name it: add --import FOLDER/{file} "
+            "(in Python: tra.import_file)"
+        )
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     answer = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

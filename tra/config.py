@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,8 +17,10 @@ from typing import Any, Literal
 import torch
 
 from tra import unknown_name
+from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS, constructor_arguments
 from tra.model import Decoder, DecoderConfig, NumberOrInfinity
-from tra.tasks import TASKS, Task
+from tra.runs.own_files import changes, check_sources, import_named, register, sources
+from tra.tasks import BUILT_IN_TASKS, TASKS, Task
 from tra.text.task import Text
 
 VERSION = 1
@@ -36,22 +39,24 @@ class TaskConfig:
     """The task that a run learns."""
 
     name: str = "flipflop"
-    """A name from `tra.tasks.TASKS`, or "text"."""
+    """A name from `tra.tasks.TASKS`, "text", of an installed package, or FILE.py:NAME of an imported file."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task that differ from the paper's."""
 
     def build(self) -> Task:
-        known = TASKS | {Text.name: Text}
-        if self.name not in known:
-            raise ValueError(unknown_name("task", self.name, known))
-        task = known[self.name]
-        types_of = typing.get_type_hints(task.__init__)
-        del types_of["return"]
+        if self.name != Text.name:
+            register("task", self.name)
+        task: type[Task] = Text if self.name == Text.name else TASKS[self.name]
+        known = constructor_arguments(task)
         for argument, value in self.arguments.items():
-            if argument not in types_of:
-                raise ValueError(unknown_name(f"argument of {self.name}", argument, types_of))
-            convert_json(value, types_of[argument], f"task.arguments.{argument}")
-        return task(**self.arguments)
+            if argument not in known:
+                raise ValueError(unknown_name(f"argument of {self.name}", argument, known))
+            convert_json(value, known[argument].annotation, f"task.arguments.{argument}")
+        missing = [name for name, one in known.items() if one.default is one.empty and name not in self.arguments]
+        if missing:
+            raise ValueError(f"{self.name} needs its argument {missing[0]}: give task.arguments.{missing[0]}")
+        make: Any = task
+        return make(**self.arguments)
 
 
 @dataclass(frozen=True)
@@ -152,15 +157,30 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     evaluate: EvalConfig = EvalConfig()
     version: int = VERSION
+    imports: dict[str, str] = field(default_factory=dict)
+    """Where a mechanism and a task of one's own come from: SHA-256 digests of files, versions of packages."""
 
     def resolved(self) -> RunConfig:
-        """Check task and splits; return the config with the vocabulary size of its task."""
+        """Check task, splits and the mechanism's arguments; return the config with its vocabulary size and imports."""
         task = self.task.build()
+        check_arguments(self.model, "model.arguments")
         for split in (*self.evaluate.splits, *self.evaluate.examples_of):
             task.lengths(split)
         model = dataclasses.replace(self.model, vocab_size=task.vocab_size)
         _check_size(model, task.size("train") * self.train.batch_size)
-        return dataclasses.replace(self, model=model)
+        found = sources(
+            {"mechanism": model.mechanism, "task": self.task.name}, (*BUILT_IN_MECHANISMS, *BUILT_IN_TASKS, Text.name)
+        )
+        imports = {source: self.imports.get(source, version) for source, version in found.items()}
+        return dataclasses.replace(self, model=model, imports=imports)
+
+    def with_current_imports(self) -> RunConfig:
+        """Return the config of a run that begins now, with files and packages as they are now."""
+        return dataclasses.replace(self, imports={}).resolved()
+
+    def changed_imports(self) -> list[str]:
+        """Return a line for each file or package that is another now than this config says."""
+        return changes(self.imports)
 
     def check_model(self) -> None:
         """Raise a ValueError if no model can be made of the config. Needs no memory for its weights."""
@@ -169,13 +189,21 @@ class RunConfig:
             Decoder(few_layers)
 
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self, dict_factory=finite_dict), allow_nan=False))
+        values = json.loads(json.dumps(dataclasses.asdict(self, dict_factory=finite_dict), allow_nan=False))
+        if not self.imports:
+            del values["imports"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
         version = convert_json(values.get("version", VERSION), int, "version")
         if version > VERSION:
             raise ValueError(f"the config has version {version}, this tra reads up to {VERSION}: update tra to use it")
+        imports = convert_json(values.get("imports", {}), dict[str, str], "imports")
+        check_sources(imports)  # before names are looked up, which without their files mean nothing
+        model = values.get("model")
+        if isinstance(model, dict) and isinstance(model.get("mechanism"), str):
+            register("mechanism", model["mechanism"])
         return _build(cls, values, "").resolved()
 
     @classmethod
@@ -193,14 +221,28 @@ class RunConfig:
         return cls.from_dict(values)
 
     def override(self, assignments: Sequence[str]) -> RunConfig:
-        """Return the config with `train.steps=100`, `model.mechanism=rope`, `task.arguments.length=64`, … applied."""
+        """Return the config with `train.steps=100`, `model.mechanism=rope`, `task.arguments.length=64`, … applied.
+
+        The file of `model.mechanism=FILE.py:NAME` or `task.name=FILE.py:NAME` is imported.
+        """
         values = self.to_dict()
         for assignment in assignments:
             key, equals, text = assignment.partition("=")
             if not equals:
                 raise ValueError(f"an override reads section.key=value, got {assignment!r}")
-            _assign(values, key, _parse_value(text))
+            value = _parse_value(text)
+            if key in ("model.mechanism", "task.name") and isinstance(value, str):
+                value = import_named(value)
+                values.get("imports", {}).pop(value.partition(":")[0], None)  # the file as it is now
+            _assign(values, key, value)
         return RunConfig.from_dict(values)
+
+
+def check_arguments(model: DecoderConfig, prefix: str) -> None:
+    """Check the types of the mechanism's own arguments. Their names were checked when the config was made."""
+    own = MECHANISMS[model.mechanism].own_arguments()
+    for name, value in model.arguments.items():
+        convert_json(value, own[name].annotation, f"{prefix}.{name}")
 
 
 def _check_size(model: DecoderConfig, tokens: int) -> None:
@@ -296,11 +338,16 @@ def convert_json(value: Any, expected: Any, name: str) -> Any:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, inner))}, got {shown}")
         return value
     if origin in (types.UnionType, typing.Union):
-        (other,) = (option for option in inner if option is not type(None))
-        return None if value is None else convert_json(value, other, name)
-    if origin is tuple and isinstance(value, list | tuple):
+        options = [option for option in inner if option is not type(None)]
+        if value is None and type(None) in inner:
+            return None
+        for option in options[:-1]:
+            with contextlib.suppress(ValueError):
+                return convert_json(value, option, name)
+        return convert_json(value, options[-1], name)
+    if origin is tuple and inner and isinstance(value, list | tuple):
         return tuple(convert_json(item, inner[0], name) for item in value)
-    if origin is dict and isinstance(value, dict):
+    if origin is dict and inner and isinstance(value, dict):
         return {key: convert_json(item, inner[1], f"{name}.{key}") for key, item in value.items()}
     if origin in (int, float) and is_number and not -MAX_NUMBER <= value <= MAX_NUMBER:  # also infinity and NaN
         raise ValueError(f"{name} must be a number of at most 64 bits, got {shown}")

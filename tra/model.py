@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra import unknown_name
-from tra.attention import MECHANISMS, BoundedCache, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
+from tra.attention import (
+    MECHANISMS,
+    BoundedCache,
+    Cache,
+    LayerCache,
+    Mechanism,
+    StaticCache,
+    ThresholdRelativeAttention,
+)
 from tra.attention.shared.cache import PackedLayer
 from tra.attention.shared.inputs import check_masks
 from tra.attention.shared.paged_cache import PagedRows
@@ -68,7 +76,7 @@ class DecoderConfig:
     n_heads: int = 4
     """Query heads per layer."""
     mechanism: str = "tra"
-    """A name from `tra.attention.MECHANISMS`."""
+    """A name from `tra.attention.MECHANISMS`, of an installed package, or FILE.py:NAME of an imported file."""
     n_kv_heads: int | None = None
     """Key and value heads; as many as query heads by default."""
     block: Literal["pre", "authors"] = "pre"
@@ -94,6 +102,8 @@ class DecoderConfig:
     """Positions that cope has embeddings for (npos_max)."""
     fuse_projections: bool = True
     """Multiply by the weights of projections in training where that is faster, see `Attention`. False for adapters."""
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Arguments of the mechanism's constructor that no field here has: settings of a mechanism of one's own."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
@@ -101,6 +111,7 @@ class DecoderConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.mechanism not in MECHANISMS:
             raise ValueError(unknown_name("mechanism", self.mechanism, MECHANISMS))
+        mechanism = MECHANISMS[self.mechanism]
         if self.block not in ("pre", "authors"):
             raise ValueError(f"block must be 'pre' or 'authors', got {self.block!r}")
         if self.embedding_init not in ("uniform", "normal"):
@@ -110,8 +121,20 @@ class DecoderConfig:
         if not self.margin >= 0:
             raise ValueError(f"margin must be at least 0, got {self.margin}")
         for name in ("threshold", "margin"):
-            if getattr(self, name) != 0 and name not in MECHANISMS[self.mechanism].config_fields:
+            if getattr(self, name) != 0 and name not in mechanism.config_fields:
                 raise ValueError(f"{self.mechanism} has no {name}: leave it at 0, got {getattr(self, name)}")
+        self._check_arguments(mechanism)
+
+    def _check_arguments(self, mechanism: type[Mechanism]) -> None:
+        own = mechanism.own_arguments()
+        for name in self.arguments:
+            if not own:
+                raise ValueError(f"{self.mechanism} has no arguments of its own, got {name!r}")
+            if name not in own:
+                raise ValueError(unknown_name(f"argument of {self.mechanism}", name, own))
+        missing = [name for name, one in own.items() if one.default is one.empty and name not in self.arguments]
+        if missing:
+            raise ValueError(f"{self.mechanism} needs its argument {missing[0]}: give model.arguments.{missing[0]}")
 
     @classmethod
     def tiny(cls, vocab_size: int, **changes: Any) -> DecoderConfig:
@@ -162,6 +185,7 @@ class Block(nn.Module):
             dropout=config.dropout,
             fuse_projections=config.fuse_projections,
             **own_options,
+            **config.arguments,
         )
         self.has_mlp = not mechanism.replaces_mlp
         if self.has_mlp:

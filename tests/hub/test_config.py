@@ -91,7 +91,7 @@ def test_every_mechanism_has_a_cache(mechanism: str) -> None:
         ({"hidden_size": "wide"}, "hidden_size must be of type int, got 'wide'"),
         ({"num_hidden_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"block": "post"}, "block must be one of 'pre', 'authors', got 'post'"),
-        ({"tra_format": 3}, "the config has format 3, this tra reads up to 2: update tra"),
+        ({"tra_format": 4}, "the config has format 4, this tra reads up to 3: update tra"),
         ({"margin": "wide"}, "margin must be a number or inf, got 'wide'"),
         ({"margin": -2}, "margin must be at least 0, got -2.0"),
         ({"threshold": None}, "threshold must be of type float, got None"),

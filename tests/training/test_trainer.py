@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tra.config import RunConfig
-from tra.model import Decoder
+from tra.model import MLP, Decoder
 from tra.presets import preset
 from tra.runs import RunFolder, read_rows
 from tra.tasks import generator
@@ -267,6 +267,32 @@ def test_a_signal_checkpoints_then_stops(tmp_path: Path, number: signal.Signals,
     state = load_checkpoint(folder / "checkpoints")
     assert state is not None
     assert f"stopped at step {state.step:,} ({number.name})" in out
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_signal_ends_the_step_that_is_being_computed(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a step may take minutes. The state is that of the step before, and a resumed run ends with the same."""
+    device, calls, forward = torch.device("cpu"), 0, MLP.forward
+
+    def interrupted(self: MLP, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        out = forward(self, x)
+        calls += self.training
+        if calls == 4 and where == "forward":
+            os.kill(os.getpid(), signal.SIGINT)
+        elif calls == 4:
+            out.register_hook(lambda _: os.kill(os.getpid(), signal.SIGINT))
+        return out
+
+    config = small("train.steps=9")
+    train(config, tmp_path / "whole", device=device)
+    with monkeypatch.context() as patched:
+        patched.setattr(MLP, "forward", interrupted)
+        assert train(config, tmp_path / "run", device=device) == (3, "SIGINT")
+    assert train(config, tmp_path / "run", resume=True, device=device) == (9, "done")
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.timing

@@ -2,7 +2,8 @@
 
 A mechanism of your own is a subclass of `Attention` with `attend`, `logits` and `weigh`, or of `DenseAttention` with
 `logits` and `weigh`. They compute from `AttentionInputs`, as `scores`, `visible_keys`, `key_positions` and
-`softmax_attention` do.
+`softmax_attention` do. Arguments of its constructor that other mechanisms don't have are `model.arguments` of a run.
+`examples/own_mechanism.py` is one, and `tra.import_file` makes those of a file known.
 """
 
 from tra.attention.alibi import LinearBiasAttention
@@ -14,6 +15,7 @@ from tra.attention.lstm import LongShortTermMemory
 from tra.attention.nope import NoPositionAttention
 from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
+from tra.attention.shared.arguments import constructor_arguments
 from tra.attention.shared.base import Attention, Mechanism, WeightMap
 from tra.attention.shared.cache import Cache, LayerCache, StaticCache
 from tra.attention.shared.inputs import AttentionInputs, key_positions, scores, softmax_attention, visible_keys
@@ -45,8 +47,13 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "tra-plain-distance": PlainDistanceAttention,
     "lstm": LongShortTermMemory,
 }
+"""Mechanisms by name. Those of one's own are added by `tra.import_file`, or when a config first names them."""
+
+BUILT_IN_MECHANISMS = tuple(MECHANISMS)
+"""The names of this package's own."""
 
 __all__ = [
+    "BUILT_IN_MECHANISMS",
     "MECHANISMS",
     "Attention",
     "AttentionInputs",
@@ -73,6 +80,7 @@ __all__ = [
     "ThresholdOnlyAttention",
     "ThresholdRelativeAttention",
     "WeightMap",
+    "constructor_arguments",
     "key_positions",
     "scores",
     "softmax_attention",

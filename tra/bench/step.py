@@ -21,7 +21,8 @@ from tra.attention import MECHANISMS
 from tra.bench.timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
-from tra.runs import RunFolder, environment
+from tra.runs import RunFolder, environment, import_file
+from tra.runs.own_files import paths
 from tra.training import Trainer
 
 VOCABULARY = 256
@@ -131,7 +132,8 @@ class MeasuringProcess:
         self.mechanism = mechanism
         self.result: dict[str, Any] = {"mechanism": mechanism, **shape._asdict()}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 read after the process has ended
-        command = [sys.executable, "-m", "tra.bench.step", mechanism, json.dumps(shape), device]
+        file = mechanism.rpartition(":")[0]  # of one's own, if any
+        command = [sys.executable, "-m", "tra.bench.step", mechanism, json.dumps(shape), device, *paths([file])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
@@ -167,5 +169,7 @@ def _wait_for_the_start() -> None:
 
 
 if __name__ == "__main__":
+    for path in sys.argv[4:]:
+        import_file(path)
     found = measure_step(sys.argv[1], Shape(*json.loads(sys.argv[2])), torch.device(sys.argv[3]), _wait_for_the_start)
     print(json.dumps(found))

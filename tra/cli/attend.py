@@ -15,16 +15,21 @@ if TYPE_CHECKING:
     from tra.runs import RunFolder
     from tra.text.task import Text
 
-DESCRIPTION = """Draw what runs attend to on one sequence: a map for every layer and head.
+DESCRIPTION = """Draw what runs attend to on one sequence: a map for each of the four heads with
+the largest weights on single keys further back, or for all with --all-heads.
 Several runs are drawn side by side.
 
 White is a dropped key, grey a later one. With a margin, a small frame is a key
 that stays without counting as distance. A query at which an answer is due has a
-frame, too; one that keeps no key has a cross. The numbers go to attend.npz in
-each run's folder.
+frame, too; one that keeps no key has a cross. The numbers of all heads go to
+attend.npz in each run's folder.
 
   tra attend flipflop-tra --text w1i0i1r1 --layers 3
   tra attend runs/text-demo-tra runs/text-demo-rope --prompt 'Alice was'"""
+
+
+MAX_HEADS = 4
+"""Heads of a run that are drawn by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the figure, .png, .svg or .pdf (default: attend.png in the run's folder; here, for several runs)",
     )
-    add_list(parser, "--layers", "N", "layers to draw, counted from 0 (default: all)", int)
-    add_list(parser, "--heads", "N", "heads to draw, counted from 0 (default: all)", int)
+    add_list(parser, "--layers", "N", "layers to draw, all their heads, counted from 0 (default: see above)", int)
+    add_list(parser, "--heads", "N", "heads to draw, of all layers, counted from 0 (default: see above)", int)
+    parser.add_argument("--all-heads", action="store_true", help="draw every head of every layer")
     for option, what in (
         ("--rows", "queries to draw, TO not included (default: all; of more than 256 tokens the last 64)"),
         ("--keys", "keys to draw (default: up to the last query; of more than 256 tokens the same as the queries)"),
@@ -94,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
             write_arrays(file, maps[-1]._asdict())
         print(file)
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw_attention(maps, out)
+    are_named = options.all_heads or options.layers or options.heads
+    draw_attention(maps, out, most=None if are_named else MAX_HEADS)
     print(out)
     return 0
 

@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--only",
         "MECHANISM",
-        "mechanisms that step, generate and cost measure (default: of step all, of the others tra and rope)",
+        "mechanisms that step, generate and cost measure, also FILE.py:NAME of your own (default: of step all, of the "
+        "others tra and rope)",
     )
     add_device(parser)
     add_json(parser, "print JSON instead of a table")
@@ -43,13 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tra import unknown_name
-    from tra.attention import MECHANISMS
+    from tra.runs import import_named, register
     from tra.training import pick_device
 
+    options.only = [import_named(mechanism) for mechanism in options.only]
     for mechanism in options.only:
-        if mechanism not in MECHANISMS:
-            raise ValueError(unknown_name("mechanism", mechanism, MECHANISMS))
+        register("mechanism", mechanism)
     device = pick_device(options.device)
     with Console(stderr=True).status("measuring") as status:
         result = _measure(options.what, device, options.only, lambda text: status.update(f"measuring {text}"))

@@ -194,7 +194,10 @@ def _token_ids(task: Task, symbols: Sequence[str]) -> list[int]:
     ids = {symbol: index for index, symbol in enumerate(task.vocabulary)}
     for symbol in symbols:
         if symbol not in ids:
-            raise ValueError(unknown_name(f"symbol of {task.name}", symbol, task.vocabulary[:100]))
+            if all(part in ids for part in symbol):
+                raise ValueError(f"{symbol!r} is no symbol of {task.name}: write {' '.join(symbol)!r}, with spaces")
+            line = unknown_name(f"symbol of {task.name}", symbol, task.vocabulary[:100])
+            raise ValueError(line if isinstance(task, FlipFlop) else f"{line}; symbols have spaces between them")
     return [ids[symbol] for symbol in symbols]
 
 

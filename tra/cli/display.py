@@ -29,6 +29,12 @@ if TYPE_CHECKING:  # these import torch, which `tra prepare` doesn't need
     from tra.evaluation.perplexity import WindowResult
     from tra.training import Progress as TrainingProgress
 
+MIN_MEASURED_SECONDS, MIN_MEASURED_STEPS = 5.0, 10
+"""Time or steps after the first step from which on the duration of the run is estimated."""
+
+MAX_QUIET_HOURS = 1.0
+"""Training that takes longer on a CPU is announced."""
+
 MAX_SHOWN_LOSS = 100.0
 """From here on the perplexity is shown as infinite; `math.exp` overflows at 710."""
 
@@ -79,11 +85,12 @@ class TrainingDisplay(_Display):
 
     Args:
         is_text: The run learns text: its perplexity is shown, not exact match, which is 0 for whole windows.
+        on_cpu: Say once, after the first steps, if training would take hours.
     """
 
-    def __init__(self, title: str, is_text: bool = False) -> None:
+    def __init__(self, title: str, is_text: bool = False, on_cpu: bool = False) -> None:
         super().__init__()
-        self.title, self.is_text = title, is_text
+        self.title, self.is_text, self.on_cpu = title, is_text, on_cpu
         self.begun = time.monotonic()
         self.first_step: int | None = None
         max_title = self.console.width // 3
@@ -107,7 +114,10 @@ class TrainingDisplay(_Display):
             self.bar_id = self.bar.add_task(
                 self.short_title, total=progress.steps, completed=self.first_step, metrics=""
             )
+            self.first_done = time.monotonic()
         self.bar.update(self.bar_id, completed=progress.step)
+        if self.on_cpu and progress.step > self.first_step + 1:
+            self.on_cpu = self._measured_too_short(progress)
         if progress.metrics is None:
             return
         parts = metric_parts(progress.metrics, self.is_text)
@@ -121,6 +131,20 @@ class TrainingDisplay(_Display):
         if progress.metrics.get("dead_heads"):
             heads = ", ".join(progress.metrics["dead_heads"])
             self._print(f"heads (layer.head) that keep no key at all: {heads}")
+
+    def _measured_too_short(self, progress: TrainingProgress) -> bool:
+        """Say how long training takes if it is hours, and return whether it is too early to tell."""
+        assert self.first_step is not None
+        steps, seconds = progress.step - self.first_step - 1, time.monotonic() - self.first_done
+        if seconds < MIN_MEASURED_SECONDS and steps < MIN_MEASURED_STEPS:
+            return True
+        hours = seconds / steps * (progress.steps - progress.step) / 3600
+        if hours > MAX_QUIET_HOURS:
+            self._print(
+                f"step {progress.step:,} of {progress.steps:,}, about {hours:,.0f} hours to go on this CPU; "
+                "the presets demo and text-demo, and those that end in -quick, are smaller"
+            )
+        return False
 
     def _fitting(self, parts: list[str], steps: int) -> str:
         """Return the first parts, as many as leave room for step count and time left."""

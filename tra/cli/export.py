@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from tra.cli.options import add_tokenizer_files
+from tra.runs.failures import pip_install
 
 DESCRIPTION = """Save a trained run as a folder that transformers loads: weights, config,
 tokenizer and model card. The folder is written whole or not at all.
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 
     run = RunFolder.open(options.run)
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("tra export needs transformers: pip install 'threshold-relative-attention[hub]'")
+        raise ValueError(f"tra export needs transformers: {pip_install('transformers>=5.17')}")
     from tra.hub.export import export_run
 
     model = export_run(run, options.folder, overwrite=options.overwrite, tokenizer_files=options.tokenizer_files)

@@ -13,6 +13,9 @@ DESCRIPTION = """Let a trained run continue a prompt, and show its text as it is
 A language model continues a text, a run of a task a sequence of its symbols:
   tra generate runs/text-demo-tra --prompt "Alice was" --temperature 0.8
   tra generate flipflop-tra --prompt w1i0i1r
+  tra generate runs/copy-quick-tra --prompt '<bos> c a b <sep>'
+
+Symbols of a task have spaces between them; only those of flip-flop need none.
 
 In bounded memory, however long the text, with windows by tra calibrate:
   tra generate runs/text-demo-tra --memory calibrated --max-new-tokens 9999

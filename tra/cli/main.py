@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -9,11 +10,14 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
 from tra import __version__, unknown_name
-from tra.cli.options import Parser
+from tra.cli.options import Parser, add_imports
+from tra.runs import ChangedFileWarning, import_file
 from tra.runs.failures import explain_failure, one_line
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -69,11 +73,21 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     verb = importlib.import_module(VERBS[name][0])
     parser = Parser(f"tra {name}", verb.DESCRIPTION)
     verb.add_arguments(parser)
-    return functools.partial(verb.run, parser.parse(rest))
+    if name not in ("demo", "prepare"):  # which know no runs of one's own
+        add_imports(parser)
+    return functools.partial(_run, verb, parser.parse(rest))
+
+
+def _run(verb: ModuleType, options: argparse.Namespace) -> int:
+    """Import the files of one's own that the command line names, and run the verb."""
+    for path in getattr(options, "imports", ()):
+        import_file(path)
+    return verb.run(options)
 
 
 def main() -> None:
     """Run `tra` or `python -m tra`."""
+    warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     with _interrupts() as was_interrupted:
         try:
             status = parse(sys.argv[1:])()
@@ -120,6 +134,14 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
     finally:
         if is_default:
             signal.signal(signal.SIGINT, before)
+
+
+def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
+    """Print warnings that are for users as one line, without the place in the code."""
+    if issubclass(category, ChangedFileWarning):
+        print(f"tra: warning: {one_line(str(message))}", file=sys.stderr)
+    else:
+        others(message, category, *place)
 
 
 def _explain(error: Exception) -> str | None:

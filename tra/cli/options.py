@@ -85,6 +85,18 @@ def add_device(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; by default a GPU if there is one")
 
 
+def add_imports(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE.py",
+        help="import a file of your own that a run needs for its mechanism or task; can be given several times",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--json", action="store_true", help=help)
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a suite, see above; with merge: run folders or archives",
     )
-    add_list(parser, "--only", "NAME", "tables and mechanisms to take (default: all)")
+    add_list(parser, "--only", "NAME", "tables and mechanisms to take, also FILE.py:NAME of your own (default: all)")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where the runs go, a folder each (default: runs/<suite>)"
     )
@@ -76,12 +76,13 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if len(options.names) != 1:
         raise ValueError(f"suite {options.action} takes one suite, got {len(options.names)}")
+    from tra.runs.own_files import without_folder
     from tra.suite import suite
     from tra.suite.grid import cells_of
 
     name = options.names[0]
     grid = suite(name)
-    cells = cells_of(grid, options.only)
+    cells = cells_of(grid, map(without_folder, options.only))
     chosen = {cell.name for cell in cells}
     parts = {
         title: part._replace(cells=[cell for cell in part.cells if cell.name in chosen]) for title, part in grid.items()
@@ -120,6 +121,8 @@ def _run(options: argparse.Namespace, parts: Suite, cells: list[Cell], out: Path
     failed = [report for report in reports if report.status == "failed"]
     for report in failed:
         print(f"{report.name} failed: {report.last_lines}", file=sys.stderr)
+    for note in dict.fromkeys(part.note for part in parts.values() if part.note):
+        print(f"note: {note}")
     done = sum(report.status in ("done", "skipped") for report in reports)
     print(f"{done} of {len(cells)} runs in {out} are done (tra suite table {options.names[0]})")
     return 1 if failed else 0

@@ -106,11 +106,11 @@ class SuiteView:
 
     def _tables(self) -> list[Table]:
         tables = []
-        for part in self.suite:
+        for part, cells in self.suite.items():
             means = {(entry.row, entry.column): entry.mean for entry in self.entries if entry.part == part}
             if means:
                 columns = list(dict.fromkeys(column for _, column in means))[:MAX_TABLE_COLUMNS]
-                shown = Table(part, *columns, box=None)
+                shown = Table(part, *columns, box=None, title=cells.note or None, title_justify="left")
                 for row in list(dict.fromkeys(row for row, _ in means))[:MAX_TABLE_ROWS]:
                     shown.add_row(row, *(f"{means[row, c]:.4g}" if (row, c) in means else "" for c in columns))
                 tables.append(shown)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ happened.
   tra train --preset flipflop-quick
   tra train --preset flipflop-quick model.mechanism=rope train.steps=500
   tra train --resume --out runs/flipflop-quick-tra
+  tra train --preset flipflop-quick model.mechanism=mine.py:MyAttention
 
 presets (-quick is a smaller, faster version):
   demo                      flip-flop on 64 symbols, a minute on a CPU
@@ -46,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="changes to the config, such as train.steps=500 model.mechanism=rope; config.json of a run has all keys",
+        help="changes to the config, such as train.steps=500 model.mechanism=rope; config.json of a run has all keys. "
+        "A mechanism or task of your own is FILE.py:NAME, settings of it model.arguments.KEY or task.arguments.KEY",
     )
     parser.add_argument("--preset", metavar="NAME", help="the config of a preset, see above")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.json, instead of a preset")
@@ -57,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on with the run in the folder, or start it if there is none"
     )
     parser.add_argument("--overwrite", action="store_true", help="delete the run in the folder and start anew")
+    parser.add_argument(
+        "--changed-files",
+        action="store_true",
+        help="with --resume: go on though a file of your own has changed since the run began",
+    )
     parser.add_argument(
         "--time-limit", metavar="9m", help="save a checkpoint and stop within this time: 90s, 9m or 1h30m"
     )
@@ -72,23 +81,28 @@ def run(options: argparse.Namespace) -> int:
     folder = options.out
     if folder is None:
         assert config is not None
-        folder = Path("runs") / f"{options.preset or config.task.name}-{config.model.mechanism}"
-    with TrainingDisplay(str(folder), is_text=_is_text(config, folder)) as display:
+        task, mechanism = options.preset or config.task.name, config.model.mechanism
+        folder = Path("runs") / "-".join(name.rpartition(":")[2] for name in (task, mechanism))
+    device = pick_device(options.device)
+    on_cpu = device.type == "cpu"
+    with TrainingDisplay(str(folder), is_text=_is_text(config, folder), on_cpu=on_cpu) as display:
         result = train(
             config,
             folder,
             resume=options.resume,
             overwrite=options.overwrite,
             time_limit=time_limit,
-            device=pick_device(options.device),
+            changed_files=options.changed_files,
+            device=device,
             progress=display,
         )
     if not is_first():
         return 0
+    imports = _import_options(config, folder)
     if result.done:
-        print(f"done after {result.step:,} steps: {folder} (next: tra evaluate {folder})")
+        print(f"done after {result.step:,} steps: {folder} (next: tra evaluate {folder}{imports})")
         return 0
-    print(f"stopped at step {result.step:,} ({result.reason}); go on with: tra train --resume --out {folder}")
+    print(f"stopped at step {result.step:,} ({result.reason}); go on with: tra train --resume --out {folder}{imports}")
     return EXIT_STATUS.get(result.reason, 0)
 
 
@@ -108,6 +122,15 @@ def _config(options: argparse.Namespace) -> RunConfig | None:
             raise ValueError("changes to the config need a --preset or --config to apply to")
         return None
     raise ValueError(f"say what to train: --preset {' | '.join(PRESETS)}, --config FILE, or --resume --out FOLDER")
+
+
+def _import_options(config: RunConfig | None, folder: Path) -> str:
+    """Return the options by which other commands import the files of one's own that the run needs."""
+    from tra.runs import RunFolder
+    from tra.runs.own_files import paths
+
+    needed = paths((config or RunFolder(folder).config()).imports)
+    return "".join(f" --import {shlex.quote(os.path.relpath(path))}" for path in needed)
 
 
 def _is_text(config: RunConfig | None, folder: Path) -> bool:

@@ -28,10 +28,10 @@ tags:
 LOAD = """\
 ## Use
 
-With `threshold-relative-attention[hub]` installed:
+With the package threshold-relative-attention (imported as `tra`) and transformers 5.17 or newer installed:
 
 ```python
-import tra.hub  # or trust_remote_code=True, which does no more than that
+{imports}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{folder}")
@@ -53,6 +53,10 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str, new: in
     """
     config = run.config()
     model = config.model
+    file = model.mechanism.rpartition(":")[0]  # of one's own, if any
+    imports = "import tra.hub  # or trust_remote_code=True, which does no more than that"
+    if file:
+        imports = f"import tra.hub\n\ntra.import_file({file!r})  # the mechanism's file, which is not in this folder"
     parts = [
         HEADER.format(mechanism=model.mechanism),
         f"# {name}\n",
@@ -60,7 +64,7 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str, new: in
         f"{model.d_model}, {parameters:,} parameters. Trained on {_data_text(config)}: {config.train.steps:,} steps of "
         f"{config.train.batch_size} sequences, seed {config.train.seed}.\n",
         *_results(run),
-        LOAD.format(folder=name, example=example, new=new),
+        LOAD.format(imports=imports, folder=name, example=example, new=new),
         *_origin(run),
     ]
     return "\n".join(parts)

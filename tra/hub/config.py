@@ -7,18 +7,21 @@ import os
 import shutil
 import sys
 import typing
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from tra.attention import MECHANISMS
-from tra.config import convert_json, finite_dict
+from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS
+from tra.config import check_arguments, convert_json, finite_dict
 from tra.model import DecoderConfig
+from tra.runs.own_files import ChangedFileWarning, changes, check_sources, register, sources
 
-FORMAT = 2
-"""Newest version of configs and weights. A newer one raises an error. Version 2 has `threshold` and `margin`; a config
-in which they are 0 is saved as version 1, which older versions of this package read."""
+FORMAT = 3
+"""Newest version of configs and weights. A newer one raises an error. Version 2 has `threshold` and `margin`, version 3
+`mechanism_arguments` and `imports`; a config that has none of them is saved as version 1, which older versions of this
+package read."""
 
 POINTER = Path(__file__).with_name("modeling_tra.py")
 """A module, copied to saved folders, that imports this package."""
@@ -37,6 +40,7 @@ HUB_NAMES = {
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
+    "arguments": "mechanism_arguments",
 }
 """Fields of `DecoderConfig` that have another name in transformers."""
 
@@ -87,6 +91,10 @@ class TRAConfig(PreTrainedConfig):
     """Infinity is written as the string "inf"."""
     rope_theta: float = 500_000.0
     cope_positions: int = 64
+    mechanism_arguments: dict[str, Any] | None = None
+    """Arguments of the mechanism's own, see `DecoderConfig.arguments`."""
+    imports: dict[str, str] | None = None
+    """Where a mechanism of one's own comes from, see `RunConfig.imports`: `tra.import_file` must have imported it."""
     fuse_projections: bool = False
     """Off, unlike in a decoder, so that adapters work: see `tra.attention.Attention`."""
 
@@ -107,7 +115,14 @@ class TRAConfig(PreTrainedConfig):
             )
         kwargs.pop("weights_sha256", None)  # digests of files, which former versions wrote
         super().__post_init__(**kwargs)
+        self.mechanism_arguments, self.imports = self.mechanism_arguments or {}, self.imports or {}
+        imports = convert_json(self.imports, dict[str, str], "imports")
+        check_sources(imports)
+        for line in changes(imports):
+            warnings.warn(line, ChangedFileWarning, stacklevel=2)
+        register("mechanism", self.mechanism)
         decoder = self.to_decoder()
+        self.imports = sources({"mechanism": decoder.mechanism}, BUILT_IN_MECHANISMS) | imports
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
         self.margin = decoder.margin
         self.tra_format = self._needed_format()
@@ -117,9 +132,10 @@ class TRAConfig(PreTrainedConfig):
         """Return the decoder's config, checked."""
         hints = typing.get_type_hints(DecoderConfig, include_extras=True)
         hub = {field.name: HUB_NAMES.get(field.name, field.name) for field in dataclasses.fields(DecoderConfig)}
-        return DecoderConfig(
-            **{name: convert_json(getattr(self, ours), hints[name], ours) for name, ours in hub.items()}
-        )
+        values = {name: convert_json(getattr(self, ours), hints[name], ours) for name, ours in hub.items()}
+        decoder = DecoderConfig(**values)
+        check_arguments(decoder, "mechanism_arguments")
+        return decoder
 
     @classmethod
     def from_decoder(cls, decoder: DecoderConfig, **options: Any) -> TRAConfig:
@@ -134,11 +150,16 @@ class TRAConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         _register_with_peft()
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP), "tra_format": self._needed_format()}
+        for name in ("mechanism_arguments", "imports"):  # which versions before format 3 don't know
+            if not values.get(name):
+                values.pop(name, None)
         return finite_dict(values.items())
 
     def _needed_format(self) -> int:
         """Return the oldest version that can hold this config."""
-        return 1 if self.threshold == self.margin == 0 else FORMAT
+        if self.mechanism_arguments or self.imports:
+            return FORMAT
+        return 1 if self.threshold == self.margin == 0 else 2
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write config.json, and the module that it names."""

@@ -50,9 +50,12 @@ def threshold_relative_attention(
     weight is the softmax over the keys that stay of `S_ij + log_forget_i · n_ij`. Without a margin, keys that stay are
     those that count. Queries stand at the end of the keys: query i sees keys up to `Tk - Tq + i`.
 
+    TRA normalises queries and keys, each to a root mean square of 1 and without a learned scale, before the product.
+    The layer, `tra.ThresholdRelativeAttention`, does so; this function takes both as they are, so its caller does.
+
     Args:
-        query: `[B, H, Tq, D]`.
-        key: `[B, Hkv, Tk, D]`; query head h reads key head `h // (H / Hkv)`.
+        query: `[B, H, Tq, D]`, normalised.
+        key: `[B, Hkv, Tk, D]`, normalised; query head h reads key head `h // (H / Hkv)`.
         value: `[B, Hkv, Tk, Dv]`.
         log_forget: `[B, H, Tq]`, float32 (float64 with float64 queries), finite and at most 0.
         scale: Factor on the scores, `1 / sqrt(D)` by default.

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from tra.report.breakdowns import footnotes, mark
 from tra.report.curves import diagnosis, exact_match, newest
 from tra.report.figures import links, write_figures
 from tra.report.markdown import TEACHER_FORCED, read_notes, table
@@ -36,7 +37,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
     for variant, group in groups.items():
         levels = [level for split in splits if (level := exact_match(group, split))]
         texts = [level.text if level.runs > 1 else f"{level.mean:.3f}" for level in levels]
-        rows.append([name_of(variant), f"{group[0].config['optim']['lr']:g}", *texts])
+        rows.append([name_of(variant) + mark(group), f"{group[0].config['optim']['lr']:g}", *texts])
     lines = [
         f"# {first.task}: every mechanism",
         "",
@@ -45,6 +46,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
         f"layers, {model['n_heads']} heads, width {model['d_model']}. {TEACHER_FORCED}",
         "",
         *table(header, rows),
+        *(line for note in footnotes(runs) for line in ("", note)),
         *links(runs, "exact-by-length.png"),
         *(["", notes.strip()] if notes else []),
         *_over_seeds(groups, splits, header),
@@ -120,6 +122,8 @@ def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:
     for variant, group in groups.items():
         if len({run.config["optim"]["lr"] for run in group}) > 1:
             raise ValueError(f"the runs of {variant} have different learning rates: compare one at a time")
+        if len(codes := {run.code for run in group}) > 1:
+            raise ValueError(f"the runs of {variant} were trained with different files: {'; '.join(sorted(codes))}")
     if len({run.metrics[-1]["step"] for run in runs}) > 1:
         raise ValueError("the runs have different steps: make them alike first")
     if len({tuple((row["examples"], row["seed"]) for row in run.evaluation) for run in runs}) > 1:

@@ -66,10 +66,14 @@ def _curves(runs: Sequence[EvaluatedRun], curve_of: Any) -> Curves:
     return {variant: curve for variant, curve in found.items() if curve.x}
 
 
-def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> None:
-    """Draw a row of panels per measure; a dotted line marks the length that was trained on."""
+def draw_by_length(measures: dict[str, Curves], trained_at: int, marks: dict[str, str], path: Path) -> None:
+    """Draw a row of panels per measure; a dotted line marks the length that was trained on.
+
+    Args:
+        marks: Of variants that broke down in training, which follow their names.
+    """
     variants = list(dict.fromkeys(variant for curves in measures.values() for variant in curves))
-    groups, lines = style.split_into_panels(variants), style.line_styles(variants)
+    groups, lines = style.split_into_panels(variants), style.line_styles(variants, marks)
     lengths = sorted({length for curves in measures.values() for curve in curves.values() for length in curve.x})
     width = (5.5 if len(groups) == 1 else 2.9 * len(groups)) + 0.4
     size = (width, (0.7 if len(groups) == 1 else 1.2) + 2.2 * len(measures))
@@ -89,11 +93,13 @@ def draw_by_length(measures: dict[str, Curves], trained_at: int, path: Path) -> 
             style.legend_above(axes, columns=1 if len(groups) > 1 else 3, handles=handles)
         for axes in panels[-1]:
             axes.set_xlabel("length (dotted: trained on)")
+        if marks:
+            style.note_below(panels[-1][0], style.BROKE_DOWN)
 
 
-def draw_training(curves: Curves, path: Path) -> None:
-    """Draw the loss on a logarithmic axis."""
-    groups, lines = style.split_into_panels(list(curves)), style.line_styles(curves)
+def draw_training(curves: Curves, marks: dict[str, str], path: Path) -> None:
+    """Draw the loss on a logarithmic axis. `marks` are as for `draw_by_length`."""
+    groups, lines = style.split_into_panels(list(curves)), style.line_styles(curves, marks)
     several = any(level.runs > 1 for curve in curves.values() for level in curve.levels)
     size = (5.5, 3.2) if len(groups) == 1 else (2.9 * len(groups) + 0.4, 3.6)
     with style.panels(path, 1, len(groups), size, **SHARED_AXES) as panels:
@@ -101,12 +107,14 @@ def draw_training(curves: Curves, path: Path) -> None:
             for number, variant in enumerate(group):
                 curve = curves[variant]
                 every = max(1, len(curve.x) // 6)
-                line = lines[variant] | {"linewidth": 1.0, "markersize": 3.5}
+                line = lines[variant] | {"linewidth": 0.7 * lines[variant]["linewidth"], "markersize": 3.5}
                 style.draw_curve(axes, curve, markevery=(number * every // len(group), every), **line)
             axes.set_yscale("log")
             axes.set_xlabel("step")
             style.legend_above(axes, columns=1 if len(groups) > 1 else 3)
         panels[0][0].set_ylabel(training_title(several))
+        if marks:
+            style.note_below(panels[0][0], style.BROKE_DOWN)
 
 
 def draw_perplexity(texts: dict[str, Curves], trained_at: int, path: Path) -> None:

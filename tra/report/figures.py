@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tra.report.breakdowns import marks
 from tra.report.curve_figures import (
     AXIS_NAMES,
     draw_by_length,
@@ -30,19 +31,19 @@ class Figure(NamedTuple):
 def figures(runs: Sequence[EvaluatedRun]) -> list[Figure]:
     """Return the figures of these runs: by length where there are several lengths, of heads after a diagnosis."""
     shortest = min(row["longest"] for run in runs for row in run.evaluation)
-    exact = exact_curves(runs)
+    exact, marked = exact_curves(runs), marks(runs)
     found = []
     if any(len(curve.x) > 1 for curve in exact.values()):
-        draw = partial(draw_by_length, {"sequences without an error": exact}, shortest)
+        draw = partial(draw_by_length, {"sequences without an error": exact}, shortest, marked)
         found.append(Figure("exact-by-length.png", "exact match against length", draw))
     if failures := failure_curves(runs):
-        draw = partial(draw_by_length, {AXIS_NAMES[measure]: of for measure, of in failures.items()}, shortest)
+        draw = partial(draw_by_length, {AXIS_NAMES[measure]: of for measure, of in failures.items()}, shortest, marked)
         found.append(Figure("failures.png", "the two failures against length", draw))
     if grids := head_grids(runs):
         found.append(Figure("heads.png", "gate and reach by head", partial(draw_heads, grids)))
     if kept := kept_curves(runs):
         found.append(Figure("kept.png", "share of keys kept by layer", partial(draw_kept, kept)))
-    found.append(Figure("training.png", "training loss", partial(draw_training, training_curves(runs))))
+    found.append(Figure("training.png", "training loss", partial(draw_training, training_curves(runs), marked)))
     return found
 
 

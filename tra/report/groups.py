@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tra.report.breakdowns import mark
 from tra.report.names import name_of, table_order
 from tra.report.runs import EvaluatedRun, Problem
 
 _HABITS = ("seed", "compile", "log_every", "checkpoint_every")
-MAY_DIFFER = ("task.", "evaluate.", "version", *(f"train.{name}" for name in _HABITS))
-"""Settings in which runs of one group may differ: they don't change what is learnt, or are compared elsewhere."""
-
-_IN_NAMES = ("model.mechanism", "model.threshold", "model.margin")
+_IN_NAMES = ("model.mechanism", "model.arguments.", "model.threshold", "model.margin")
 """Settings that the name of a variant tells."""
+
+MAY_DIFFER = ("task.", "evaluate.", "version", *(f"train.{name}" for name in _HABITS), *_IN_NAMES)
+"""Settings in which runs of one group may differ: they don't change what is learnt, or are compared elsewhere."""
 
 
 @dataclass
@@ -65,7 +66,7 @@ def sort_runs(runs: Sequence[EvaluatedRun]) -> tuple[list[Section], list[Problem
         configs = _shared_settings(of_task)
         found: dict[tuple[str, str], dict[int, EvaluatedRun]] = {}
         for run, config in zip(of_task, configs, strict=True):
-            setting = {key: config[key] for key in config if not key.startswith(MAY_DIFFER) and key not in _IN_NAMES}
+            setting = {key: config[key] for key in config if not key.startswith(MAY_DIFFER)}
             seeds = found.setdefault((run.variant, _text(setting)), {})
             if run.seed in seeds:
                 why = f"has the same config and seed as {seeds[run.seed].name}, which is shown"
@@ -82,7 +83,7 @@ def differing_settings(runs: Sequence[EvaluatedRun]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for key in configs[0]:
         values = {_text(config[key]): config[key] for config in configs}
-        if len(values) > 1 and not key.startswith(MAY_DIFFER) and key not in _IN_NAMES:
+        if len(values) > 1 and not key.startswith(MAY_DIFFER):
             found[key] = list(values.values())
     return found
 
@@ -95,13 +96,15 @@ def _labelled(found: dict[tuple[str, str], list[EvaluatedRun]]) -> list[Group]:
         settings = json.loads(setting)
         differences = [f", {key.rsplit('.', 1)[-1]} {settings[key]}" for key in differing_settings(same_variant)]
         runs = sorted(found[variant, setting], key=lambda run: run.seed)
-        groups.append(Group(variant, name_of(variant) + "".join(differences), runs))
+        groups.append(Group(variant, name_of(variant) + "".join(differences) + mark(runs), runs))
     return groups
 
 
 def _shared_settings(runs: Sequence[EvaluatedRun]) -> list[dict[str, Any]]:
     """Return each run's settings by dotted key, those that all have: what an older version lacks is no difference."""
-    configs = [_flat(run.config) for run in runs]
+    configs = [_flat({key: run.config[key] for key in run.config if key != "imports"}) for run in runs]
+    for run, config in zip(runs, configs, strict=True):
+        config["code"] = run.code
     shared = set.intersection(*map(set, configs))
     return [{key: config[key] for key in sorted(shared)} for config in configs]
 

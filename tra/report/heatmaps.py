@@ -20,6 +20,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from tra.report.names import name_of
 from tra.report.style import save, styled
+from tra.report.telling import CRITERION, most_telling
 from tra.runs import AttentionMaps, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -57,30 +58,45 @@ class Panel(NamedTuple):
     null: list[int]  # rows that keep no key
 
 
-def panels(found: Sequence[AttentionMaps]) -> list[Panel]:
-    """Return the panels and their places: a row per layer, and a column per head of the first run, then of the next."""
+def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Panel]:
+    """Return the panels and their places: a row per layer, and a column per head of the first run, then of the next.
+
+    Of a run with more than `most` heads in all, the most telling ones stand in one row.
+    """
     result, before = [], 0
     for run, maps in enumerate(found):
         later = maps.columns > maps.rows[:, None]
         due = np.flatnonzero(np.isin(maps.rows, maps.marked)).tolist()
-        for row, layer in enumerate(maps.layers.tolist()):
-            for column, head in enumerate(maps.heads.tolist()):
-                null = np.flatnonzero(maps.null[row, column]).tolist()
-                weights = weights_of(maps.weights[row, column])
-                uncounted = maps.uncounted[row, column]
-                result.append(Panel(run, layer, head, row, before + column, weights, uncounted, later, due, null))
-        before += len(maps.heads)
+        is_chosen = most is not None and len(maps.layers) * len(maps.heads) > most
+        shown = most_telling(maps, most) if is_chosen and most else list(np.ndindex(len(maps.layers), len(maps.heads)))
+        for place, (row, column) in enumerate(shown):
+            at = (0, before + place) if is_chosen else (row, before + column)
+            null = np.flatnonzero(maps.null[row, column]).tolist()
+            weights, uncounted = weights_of(maps.weights[row, column]), maps.uncounted[row, column]
+            layer, head = int(maps.layers[row]), int(maps.heads[column])
+            result.append(Panel(run, layer, head, *at, weights, uncounted, later, due, null))
+        before += len(shown) if is_chosen else len(maps.heads)
     return result
 
 
-def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = ()) -> None:
-    """Draw the maps of runs that looked at the same window of the same sequence, under the mechanisms by default."""
+def draw_attention(
+    found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = (), most: int | None = None
+) -> None:
+    """Draw the maps of runs that looked at the same window of the same sequence, under the mechanisms by default.
+
+    Args:
+        most: Heads of each run to draw, the most telling ones; all by default.
+    """
     check_figure(path)
     first = found[0]
     for other in found[1:]:
         if any(not np.array_equal(a, b) for a, b in zip(first[:4], other[:4], strict=True)):
             raise ValueError("the runs looked at different windows: attend to the same sequence with all of them")
-    drawn = panels(found)
+    drawn = panels(found, most)
+    n_heads = max(len(maps.layers) * len(maps.heads) for maps in found)
+    title = first.title
+    if most is not None and n_heads > most:
+        title += f". Of {n_heads} heads the {most} with the {CRITERION}"
     names = names or [name_of(maps.mechanism) for maps in found]
     n_rows, n_columns = (1 + max(getattr(panel, way) for panel in drawn) for way in ("row", "column"))
     tall, wide = drawn[0].weights.shape
@@ -113,7 +129,7 @@ def draw_attention(found: Sequence[AttentionMaps], path: Path, names: Sequence[s
             y = 1 - (top - 0.05) / height
             figure.text(x / width, y, name, fontsize=10 * larger, weight="bold", va="bottom", parse_math=False)
         y = 1 - 0.1 / height
-        figure.text(left / width, y, first.title, fontsize=9 * larger, va="top", parse_math=False)
+        figure.text(left / width, y, title, fontsize=9 * larger, va="top", parse_math=False)
         figure.legend(
             handles=handles,
             loc="lower left",

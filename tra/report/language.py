@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tra.report.breakdowns import footnotes, marks
 from tra.report.curve_figures import (
     Curves,
     draw_perplexity,
@@ -49,7 +50,7 @@ def write_language(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     draw_perplexity({text: perplexity_curves(runs, text) for text in texts}, _trained_window(runs), perplexity)
     if losses := losses_by_position(runs, texts[0]):
         draw_positions(losses, positions, f"{texts[0]}, window {POSITIONS_WINDOW:,}")
-    draw_training(training_curves(runs), training)
+    draw_training(training_curves(runs), marks(runs), training)
     return [path for path in (readme, perplexity, positions, training) if path.is_file()]
 
 
@@ -95,6 +96,7 @@ def language_text(runs: Sequence[EvaluatedRun], notes: str = "", rates: Path | N
         "## The runs",
         "",
         "![training loss](training.png)",
+        *(line for note in footnotes(runs) for line in ("", note)),
         "",
         *facts_table(
             [name_of(run.variant) for run in ordered],

@@ -45,6 +45,23 @@ FAILURES = {
 """What goes wrong in attention, by the names that diagnose.jsonl has."""
 
 
+TASK_SENTENCES = {
+    "flipflop": "The task is flip-flop: remember the bit that was written last, through noise.",
+    "copy": "The task is copy: repeat the input.",
+    "induct": "The task is induct: find what followed a symbol.",
+    "instruct": "The task is instruct: carry out one of seven operations on a list.",
+    "latest": "The task is latest: give the latest value of a key, through noise.",
+    "mqar": "The task is multi-query associative recall: give the values that came with keys.",
+    "text": "The task is language: predict the next token of a text.",
+}
+"""What is learnt, by task."""
+
+
+def task_sentence(task: str) -> str:
+    """Return what is learnt, in one sentence."""
+    return TASK_SENTENCES.get(task, f"The task is {task}.")
+
+
 def name_of(variant: str) -> str:
     """Return what people call a variant: `TRA`, `TRA, margin ∞`. A mechanism that is not one of ours keeps its name."""
     mechanism = mechanism_of(variant)

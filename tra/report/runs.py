@@ -54,6 +54,13 @@ class EvaluatedRun:
         return variant_of(self.config["model"])
 
     @property
+    def code(self) -> str:
+        """Which files of one's own the run was trained with: `mine.py 01234567`; empty for built-in names."""
+        return ", ".join(
+            f"{source} {version[:8]}" for source, version in sorted(self.config.get("imports", {}).items())
+        )
+
+    @property
     def seed(self) -> int:
         return self.config["train"]["seed"]
 
@@ -205,8 +212,12 @@ def _check_config(config: Any) -> None:
         value = config["model"].get(key, 0)
         if not is_finite(value) and (key, value) != ("margin", "inf"):
             raise ValueError(f"config.json is damaged: model.{key} is not a number")
-    if not isinstance(config["task"].setdefault("arguments", {}), dict):
-        raise ValueError("config.json is damaged: task.arguments is not an object")
+    imports = config.setdefault("imports", {})
+    if not isinstance(imports, dict) or not all(isinstance(version, str) for version in imports.values()):
+        raise ValueError("config.json is damaged: imports is not an object of digests")
+    for section in ("task", "model"):
+        if not isinstance(config[section].setdefault("arguments", {}), dict):
+            raise ValueError(f"config.json is damaged: {section}.arguments is not an object")
 
 
 def _check_facts(run: EvaluatedRun) -> None:

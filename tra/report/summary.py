@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tra.report.breakdowns import footnotes, mark, marks
 from tra.report.exact_match import draw_exact_match
 from tra.report.figures import links, write_figures
 from tra.report.markdown import TEACHER_FORCED, facts_table, read_notes, table
@@ -20,7 +21,8 @@ def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
     write_atomically(readme, summary_text(runs, read_notes(out)))
     first = runs_read[0]
     title = f"{first.task}, {first.metrics[-1]['step']:,} training steps"
-    draw_exact_match({name: run.evaluation for name, run in runs.items()}, exact, title=title)
+    results = {name: run.evaluation for name, run in runs.items()}
+    draw_exact_match(results, exact, title=title, marks=marks(runs_read))
     return [readme, exact, *write_figures(runs_read, out)]
 
 
@@ -37,7 +39,8 @@ def summary_text(runs: dict[str, EvaluatedRun], notes: str = "") -> str:
         "Sequences without an error, of all test sequences, with the 95 % Wilson interval. One training seed each. "
         f"{TEACHER_FORCED}",
         "",
-        *table(["split", "length", "sequences", *runs], rows),
+        *table(["split", "length", "sequences", *(name + mark([run]) for name, run in runs.items())], rows),
+        *(line for note in footnotes(every) for line in ("", note)),
         *(["", notes.strip()] if notes else []),
         "",
         "![exact match](exact-match.png)",

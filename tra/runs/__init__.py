@@ -18,6 +18,7 @@ from tra.runs.files import (
 from tra.runs.folder import SHIPPED, RunFolder
 from tra.runs.intervals import bootstrap_interval, permutation_p, perplexity_ratio, wilson_interval
 from tra.runs.locks import LOCK, LockedError, folder_lock
+from tra.runs.own_files import ChangedFileWarning, import_file, import_named, register
 from tra.runs.replacing import (
     clear_folder_beside,
     locked_folder_beside,
@@ -39,6 +40,7 @@ __all__ = [
     "UNREADABLE_ARRAYS",
     "AttentionMaps",
     "Calibration",
+    "ChangedFileWarning",
     "LockedError",
     "RunFolder",
     "atomic_file",
@@ -49,6 +51,8 @@ __all__ = [
     "exact_text",
     "flush_folder",
     "folder_lock",
+    "import_file",
+    "import_named",
     "is_finite",
     "length_text",
     "locked_folder_beside",
@@ -63,6 +67,7 @@ __all__ = [
     "read_attention",
     "read_rows",
     "read_windows",
+    "register",
     "remove_stale_files",
     "remove_unlocked_folder",
     "replace_folder",

@@ -29,10 +29,21 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "cpu": cpu_name(),
         "platform": platform.platform(),
         "arguments": shlex.split(os.environ["TRA_ARGUMENTS"]) if "TRA_ARGUMENTS" in os.environ else sys.argv[1:],
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def cpu_name() -> str:
+    """Return the CPU's model name; its architecture where the system doesn't tell. Results on a CPU vary with it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

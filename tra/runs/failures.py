@@ -1,8 +1,10 @@
-"""Put failures of the machine into one line: files that can't be read or written, memory that runs out."""
+"""Put failures of the machine into one line: missing packages and files, memory that runs out."""
 
 from __future__ import annotations
 
 import errno
+import shlex
+import sys
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors that say that there is no room for a file."""
@@ -21,6 +23,14 @@ def explain_failure(error: BaseException) -> str | None:
         text = one_line(str(error))
         return f"there is not enough memory{f': {text[:300]}' if text else ''}"
     return None
+
+
+def pip_install(requirement: str) -> str:
+    """Return the command that adds a package to this Python, however this package was installed.
+
+    It names what is missing itself: an extra of this package would install this package anew, in place of a checkout.
+    """
+    return shlex.join([sys.executable, "-m", "pip", "install", requirement])
 
 
 def one_line(text: str) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tra.runs.environment import environment
 from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
 from tra.runs.locks import LOCK, folder_lock
+from tra.runs.own_files import ChangedFileWarning
 from tra.runs.replacing import clear_folder_beside, clear_folders_beside, locked_folder_beside, replace_folder
 
 if TYPE_CHECKING:
@@ -24,7 +27,16 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 class RunFolder:
-    """The files of a run, and the ways to open and start one. Methods import torch when they need it."""
+    """The files of a run, and the ways to open and start one. Methods import torch when they need it.
+
+    To use a trained run in Python:
+
+        run = tra.RunFolder.open("runs/flipflop-quick-tra")  # or "flipflop-tra", which comes with the package
+        model = run.load_model()  # a tra.Decoder, in evaluation mode
+        task = run.config().task.build()
+
+    A run of a mechanism or task of one's own needs its file first: `tra.import_file("mine.py")`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +120,7 @@ class RunFolder:
             raise ValueError(f"{self.path} exists already: use --resume to go on, --overwrite to start anew")
         if has_config and resume:
             stored = self.config()
-            if config is not None and config != stored:
+            if config is not None and dataclasses.replace(config, imports=stored.imports) != stored:
                 changed = ", ".join(differences(stored.to_dict(), config.to_dict()))
                 raise ValueError(f"{self.path} was started with another config; it differs in {changed}")
             return stored
@@ -139,10 +151,11 @@ class RunFolder:
             pass
         raise ValueError(f"{self.environment_file} is damaged: it must hold a list of sessions")
 
-    def note_environment(self, device: torch.device, processes: int = 1) -> None:
+    def note_environment(self, device: torch.device, processes: int = 1, changed_imports: Sequence[str] = ()) -> None:
         """Add this session to environment.json. A resumed run has several sessions."""
         sessions = self.sessions()
-        sessions.append(environment(device) | ({"processes": processes} if processes > 1 else {}))
+        session = environment(device) | ({"processes": processes} if processes > 1 else {})
+        sessions.append(session | ({"changed_imports": list(changed_imports)} if changed_imports else {}))
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def save_weights(self, model: Decoder | dict[str, torch.Tensor], step: int) -> None:
@@ -170,10 +183,15 @@ class RunFolder:
         return tensors
 
     def load_model(self, device: torch.device | str = "cpu") -> Decoder:
-        """Return the trained decoder, in float32 and evaluation mode."""
+        """Return the trained decoder, in float32 and evaluation mode.
+
+        Warns if the mechanism's or the task's file is another now than in training.
+        """
         from tra.model import Decoder
 
         config = self.config()
+        for line in config.changed_imports():
+            warnings.warn(f"{self.path}: {line}", ChangedFileWarning, stacklevel=2)
         if not self.weights_file.is_file():
             raise ValueError(f"{self.path} has no model.safetensors yet: the run hasn't ended")
         tensors = self.read_weights()

@@ -1,23 +1,29 @@
-"""Name what is compared: a mechanism, with its threshold and margin where these are not 0."""
+"""Name what is compared: a mechanism, with its arguments, and its threshold and margin where these are not 0."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?"
 _VARIANT = re.compile(
-    rf"(?P<mechanism>.*?)(?:, threshold (?P<threshold>{_NUMBER}))?(?:, margin (?P<margin>{_NUMBER}|inf))?", re.DOTALL
+    rf"(?P<mechanism>.*?)(?: \((?P<arguments>\w+ .*)\))?(?:, threshold (?P<threshold>{_NUMBER}))?"
+    rf"(?:, margin (?P<margin>{_NUMBER}|inf))?",
+    re.DOTALL,
 )
 
 
 def variant_of(model: Mapping[str, Any]) -> str:
     """Return the variant that a config's section `model` describes: `tra`, or `tra, threshold -1, margin inf`.
 
-    Configs of former versions have neither threshold nor margin, which then are 0.
+    A mechanism's own arguments follow its name: `mine.py:Windowed (window 8)`. Configs of former versions have no
+    arguments, and neither threshold nor margin, which then are 0.
     """
     variant: str = model["mechanism"]
+    if arguments := model.get("arguments"):
+        variant += f" ({', '.join(f'{key} {json.dumps(value)}' for key, value in sorted(arguments.items()))})"
     for name in ("threshold", "margin"):
         value = float(model.get(name) or 0)
         if value:

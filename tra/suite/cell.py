@@ -1,4 +1,7 @@
-"""Train and measure one cell, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS]]`."""
+"""Train and measure one cell, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS [FILE ...]]]`.
+
+"-" stands for no device and no limit in time. The files, of one's own, are imported first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 
 from tra.evaluation import diagnose_run, diagnose_task, evaluate_run, evaluate_run_text, evaluate_task, evaluate_text
 from tra.model import Decoder
-from tra.runs import LockedError, RunFolder, folder_lock
+from tra.runs import LockedError, RunFolder, folder_lock, import_file
 from tra.runs.failures import explain_failure, one_line
 from tra.suite.cell_process import CUT_OFF
 from tra.suite.state import missing
@@ -102,9 +105,11 @@ def _measure(run: RunFolder, model: Decoder, device: torch.device) -> Iterator[s
 def main() -> int:
     """Run the cell that the command line names. What may go wrong ends in one line of the log, not in a traceback."""
     _end_with_parent()
-    device = sys.argv[2] if len(sys.argv) > 2 and sys.argv[2] != "-" else None
+    device, seconds = (None if text == "-" else text for text in (*sys.argv[2:4], "-", "-")[:2])
     try:
-        return run_cell(Path(sys.argv[1]), device, float(sys.argv[3]) if len(sys.argv) > 3 else None)
+        for file in sys.argv[4:]:
+            import_file(file)
+        return run_cell(Path(sys.argv[1]), device, None if seconds is None else float(seconds))
     except (ValueError, OSError, DiskFullError, NonFiniteError) as error:
         print(error, flush=True)
         return 1

@@ -65,10 +65,15 @@ def start_cell(
     environment: Mapping[str, str],
     seconds: float | None = None,
     new_session: bool = False,
+    imports: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start the process of a cell, which adds what it prints to log.txt of its folder."""
+    """Start the process of a cell, which adds what it prints to log.txt of its folder.
+
+    Args:
+        imports: Files of one's own that the process imports first.
+    """
     command = [sys.executable, "-m", "tra.suite.cell", str(folder), device or "-"]
-    command += [] if seconds is None else [str(seconds)]
+    command += ["-" if seconds is None else str(seconds), *imports]
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=new_session)
 

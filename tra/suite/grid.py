@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tra import unknown_name
 from tra.config import RunConfig, differences
+from tra.runs.own_files import execute, find, is_in_file
 
 Measure = Literal["exact", "perplexity", "cost", "rate", "solved"]
 
@@ -53,6 +53,8 @@ class Part(NamedTuple):
     measure: Measure = "exact"
     """Exact match by split, perplexity by text and window, milliseconds of a training step, or, by learning rate, the
     final loss or the share of seeds that solve the task."""
+    note: str = ""
+    """What to know before reading the table."""
 
 
 Suite = dict[str, Part]
@@ -99,22 +101,18 @@ def cells_of(suite: Suite, only: Iterable[str] = ()) -> list[Cell]:
 
 
 def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
-    """Return a suite by its name, or the one that FILE.py:FUNCTION returns."""
-    if ".py:" not in name:
-        if name not in known:
-            raise ValueError(unknown_name("suite", name, known))
+    """Return a suite by its name, the one that FILE.py:FUNCTION returns, or that of an installed package."""
+    if name in known:
         return known[name]()
-    file, _, function = name.rpartition(":")
-    if not Path(file).is_file():
-        raise ValueError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    make_suite = getattr(module, function, None)
-    if not callable(make_suite):
-        raise ValueError(f"{file} has no function {function}")
+    if is_in_file(name):
+        file, _, function = name.rpartition(":")
+        if not Path(file).is_file():
+            raise ValueError(f"there is no file {file}")
+        make_suite = getattr(execute(Path(file).resolve(), f"tra_own_suite_{Path(file).stem}"), function, None)
+        if not callable(make_suite):
+            raise ValueError(f"{file} has no function {function}")
+    else:
+        make_suite = find("suite", name, known)
     suite = make_suite()
     if not isinstance(suite, dict) or not all(isinstance(part, Part) for part in suite.values()):
         raise ValueError(f"{name} must return a dict of Parts, got {type(suite).__name__}")

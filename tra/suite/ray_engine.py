@@ -1,6 +1,7 @@
 """Run a suite on a Ray cluster: cells are tasks that share GPUs, and are started again when their worker dies.
 
-All machines must see the folder that the cells work in, as over a network file system.
+All machines must see the folder that the cells work in, and files of one's own that they need, as over a network file
+system.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tra.runs.failures import pip_install
+from tra.runs.own_files import paths
 from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
 from tra.suite.grid import Cell
 
@@ -39,7 +42,7 @@ def run_on_ray(
     try:
         import ray
     except ImportError:
-        raise ValueError("--engine ray needs Ray: pip install 'threshold-relative-attention[scale]'") from None
+        raise ValueError(f"--engine ray needs Ray: {pip_install('ray>=2.40')}") from None
     out = out.resolve()
     reports = Reports(progress)
     waiting = prepare_cells(cells, out, retry, reports)
@@ -48,12 +51,12 @@ def run_on_ray(
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     try:
         on_gpu = device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        task = ray.remote(num_cpus=1, num_gpus=1 / jobs if on_gpu else 0, max_retries=MAX_RESTARTS)(_run_cell)
+        task: Any = ray.remote(num_cpus=1, num_gpus=1 / jobs if on_gpu else 0, max_retries=MAX_RESTARTS)(_run_cell)
         environment = cell_environment(out, threads=1)
         begun = time.monotonic()
         pending = {}
         for cell in waiting:
-            pending[task.remote(str(out / cell.folder), device, environment)] = cell
+            pending[task.remote(str(out / cell.folder), device, environment, paths(cell.config.imports))] = cell
             reports.add(Report(cell.name, "started"))
         while pending:
             ended, _ = ray.wait(list(pending), timeout=0.5)
@@ -72,10 +75,10 @@ def run_on_ray(
     return list(reports.newest.values())
 
 
-def _run_cell(folder: str, device: str | None, environment: dict[str, str]) -> int:
+def _run_cell(folder: str, device: str | None, environment: dict[str, str], imports: Sequence[str] = ()) -> int:
     """Run a cell in a Ray worker, as a process that saves and ends when the worker dies; return its exit status.
 
     The process has a session of its own: Ray kills a dead worker's process group after 0.2 s, too soon to save.
     """
     own = {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "RAY"))}
-    return start_cell(Path(folder), device, environment | own, new_session=True).wait()
+    return start_cell(Path(folder), device, environment | own, new_session=True, imports=imports).wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from tra.attention import MECHANISMS
+from tra.attention import BUILT_IN_MECHANISMS
 from tra.config import RunConfig
 from tra.presets import preset
 from tra.suite.grid import Cell, Part, Suite, cells_of, load_suite
@@ -43,7 +43,7 @@ def rivals() -> Suite:
     """Every mechanism on the demo's flip-flop, three seeds each, at the rate that `rivals-rates` found for it."""
     cells = [
         Cell(f"{mechanism}-{seed}", _demo(mechanism, RATES[mechanism], seed))
-        for mechanism in MECHANISMS
+        for mechanism in BUILT_IN_MECHANISMS
         for seed in (0, 1, 2)
     ]
     return {"rivals": Part(cells)}
@@ -54,7 +54,7 @@ def rivals_rates() -> Suite:
     cells = [
         Cell(f"{mechanism}-{rate}-{seed}", _demo(mechanism, rate, seed))
         for seed in (100, 101)
-        for mechanism in MECHANISMS
+        for mechanism in BUILT_IN_MECHANISMS
         for rate in SEARCHED_RATES
     ]
     return {"rates": Part(cells, "rate")}
@@ -235,7 +235,7 @@ def _grid_cells(
             f"{label or name}, {mechanism}" if len(presets) > 1 else "",
         )
         for name in presets
-        for mechanism in MECHANISMS
+        for mechanism in BUILT_IN_MECHANISMS
         for seed in seeds
     ]
 
@@ -267,6 +267,9 @@ def paper() -> Suite:
     }
 
 
+QUICK_NOTE = "60 steps of a tiny model: this shows the form of the table, and says nothing about the mechanisms."
+
+
 def paper_quick() -> Suite:
     """The same in miniature, on a CPU, two seeds: the form of the tables, without their results."""
     small = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.batch_size=16", "train.compile=off"]
@@ -276,7 +279,7 @@ def paper_quick() -> Suite:
     few = (0, 1)
     text = [*short, "evaluate.windows=[128,256]"]
     instruct = [*short, "task.arguments.longest=8", 'evaluate.splits=["iid"]']
-    return {
+    tables = {
         "flipflop": Part(_grid_cells(["demo"], few, flipflop, "flipflop")),
         "copy-induct": Part(_grid_cells(["copy-quick", "induct-quick"], few, [*short, *lengths])),
         "instruct": Part(_grid_cells(["instruct-quick"], few, instruct)),
@@ -290,6 +293,7 @@ def paper_quick() -> Suite:
             "cost",
         ),
     }
+    return {name: part._replace(note=QUICK_NOTE) for name, part in tables.items()}
 
 
 SUITES: dict[str, Callable[[], Suite]] = {
@@ -307,7 +311,7 @@ SUITES: dict[str, Callable[[], Suite]] = {
 
 
 def suite(name: str) -> Suite:
-    """Return a suite by its name, or by FILE.py:FUNCTION."""
+    """Return a suite by its name, by FILE.py:FUNCTION, or by the entry point of an installed package."""
     return load_suite(name, SUITES)
 
 

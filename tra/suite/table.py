@@ -121,7 +121,7 @@ def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
         if part.measure in ("rate", "solved"):
             columns.sort(key=float)
         done = len({entry.row for entry in of_part})
-        lines += [f"## {name}", ""]
+        lines += [f"## {name}", "", *([part.note, ""] if part.note else [])]
         if done < len(rows):
             lines += [f"{done} of {len(rows)} rows so far.", ""]
         if not of_part:

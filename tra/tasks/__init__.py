@@ -1,4 +1,8 @@
-"""What is learnt: a task per file, with a worked example in its docstring, and the parts to write your own."""
+"""What is learnt: a task per file, with a worked example in its docstring, and the parts to write your own.
+
+A task of your own is a subclass of `Task`. `examples/own_task.py` is one, and `tra.import_file` makes those of a file
+known.
+"""
 
 from tra.tasks.base import (
     Batch,
@@ -18,14 +22,24 @@ from tra.tasks.induct import Induct
 from tra.tasks.instruct import Instruct
 from tra.tasks.latest import Latest
 from tra.tasks.mqar import MultiQueryRecall
-from tra.tasks.symbols import letters
+from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, letters
 
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (FlipFlop, Copy, Induct, Instruct, Latest, MultiQueryRecall)
 }
-"""Tasks by name."""
+"""Tasks by name. Those of one's own are added by `tra.import_file`, or when a config first names them."""
+
+BUILT_IN_TASKS = tuple(TASKS)
+"""The names of this package's own."""
 
 __all__ = [
+    "BOS",
+    "BUILT_IN_TASKS",
+    "EOS",
+    "FIRST_ID",
+    "PAD",
+    "SEP",
+    "SPECIAL_SYMBOLS",
     "TASKS",
     "Batch",
     "Copy",

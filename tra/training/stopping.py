@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor, nn
+
 from tra.runs import RunFolder
 from tra.training.checkpoint import describe_checkpoint, load_checkpoint
 
@@ -20,10 +22,16 @@ class NonFiniteError(Exception):
     """The loss or the weights are infinite or not a number. The last good checkpoint is kept."""
 
 
+class StepAbandonedError(Exception):
+    """A signal came in the middle of a step, before the optimizer changed anything."""
+
+
 class StopRequest:
     """The signal that asked the run to stop, if one did."""
 
     signal: str | None = None
+    may_abandon = False
+    """Whether a signal ends the step that is being computed, by StepAbandonedError, as steps may take minutes."""
 
 
 @contextmanager
@@ -38,6 +46,9 @@ def catch_stop_signals() -> Iterator[StopRequest]:
     def record(number: int, _frame: object) -> None:
         request.signal = signal.Signals(number).name
         signal.signal(number, before[signal.Signals(number)])
+        if request.may_abandon:
+            request.may_abandon = False
+            raise StepAbandonedError
 
     for number in before:
         signal.signal(number, record)
@@ -46,6 +57,12 @@ def catch_stop_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def let_signals_in(layer: nn.Module, _inputs: object, output: object) -> None:
+    """Have a layer's backward run some Python, a hook for `register_forward_hook`: signals are answered only there."""
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(lambda _: None)
 
 
 @contextmanager

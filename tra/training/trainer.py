@@ -44,7 +44,13 @@ from tra.training.optimizer import (
 from tra.training.parallel import is_sharded, local_part, share, training_statistics, whole_tensors
 from tra.training.sharded_checkpoint import load_into_shards, save_sharded_checkpoint
 from tra.training.step import make_step
-from tra.training.stopping import NonFiniteError, catch_stop_signals, explain_full_disk
+from tra.training.stopping import (
+    NonFiniteError,
+    StepAbandonedError,
+    catch_stop_signals,
+    explain_full_disk,
+    let_signals_in,
+)
 
 DEAD_NULL_RATE = 0.99
 """Fraction of queries without any kept key above which a head is reported as dead."""
@@ -84,6 +90,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     time_limit: float | None = None,
+    changed_files: bool = False,
     device: torch.device | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Result:
@@ -94,6 +101,7 @@ def train(
         folder: Where the run keeps its files. One that exists is never touched without `resume` or `overwrite`.
         resume: Go on from the newest intact checkpoint, or start if there is none.
         time_limit: Seconds after which to checkpoint and stop, with room to do so.
+        changed_files: Resume though a file of one's own is not the one that the run began with.
         progress: Called after every step.
     """
     started = time.monotonic()
@@ -106,11 +114,18 @@ def train(
             ranks.check(config.train)
             config.check_model()
             config.task.build().check_data()
-        chosen = claim.enter_context(run.claim(config, resume=resume, overwrite=overwrite))
+        current = None if config is None else config.with_current_imports()
+        chosen = claim.enter_context(run.claim(current, resume=resume, overwrite=overwrite))
         ranks.check(chosen.train)
         is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
         if not is_finished:
-            run.note_environment(device, ranks.world)
+            changes = chosen.changed_imports()
+            if changes and not changed_files:
+                raise ValueError(
+                    f"{run.path} can't go on: {changes[0]}; undo the change, start anew with --overwrite, "
+                    "or go on all the same with --changed-files"
+                )
+            run.note_environment(device, ranks.world, changes)
         return chosen, is_finished
 
     with join_processes(device) as ranks, explain_full_disk(run), contextlib.ExitStack() as claim:
@@ -170,7 +185,11 @@ class Trainer:
         """Train to the last step; checkpoint and stop in time for the deadline, or on a signal."""
         train = self.config.train
         slowest, logged_at, logged_step = 0.0, time.monotonic(), self.step
-        with catch_stop_signals() as request:
+        # On a CPU a step may take minutes. Several processes stop together, between steps, and a GPU is fast.
+        can_abandon = self.device.type == "cpu" and not self.ranks.has_others
+        with catch_stop_signals() as request, contextlib.ExitStack() as hooks:
+            if can_abandon:
+                hooks.callback(self._before_update(lambda: setattr(request, "may_abandon", False)))
             while self.step < train.steps:
                 now = time.monotonic()
                 reserve = 2.0 + 2 * slowest + 3 * self.saving_seconds
@@ -179,12 +198,17 @@ class Trainer:
                     if self.ranks.any_true(request.signal is not None or is_late):
                         self._save()
                         return Result(self.step, request.signal or "time limit")
+                    request.may_abandon = can_abandon and request.signal is None
                     self.one_step()
+                except StepAbandonedError:  # this is the state after the step before
+                    self._save()
+                    return Result(self.step, request.signal or "SIGINT")
                 except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
                     if not self.is_sharded:  # its other parts are lost
                         self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
                 except ValueError as error:  # on a CPU attention refuses gates that have overflowed
+                    request.may_abandon = False
                     if "must be finite" not in str(error):
                         raise
                     self._end_nonfinite(str(error))
@@ -202,6 +226,17 @@ class Trainer:
         if self.ranks.is_first:
             self.run.save_weights(weights, self.step)
         return Result(self.step, "done")
+
+    def _before_update(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Call a function in every step before weights change, and let signals in before that; return how to end it."""
+        handles = [layer.register_forward_hook(let_signals_in) for layer in self.model.layers]
+        update = self.optimizer.register_step_pre_hook(lambda *_: call())
+
+        def remove() -> None:
+            for handle in (*handles, update):
+                handle.remove()
+
+        return remove
 
     def one_step(self) -> None:
         """Train on the next batch."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tra.attention.shared.arguments import constructor_arguments
 from tra.attention.shared.cache import LayerCache, PackedLayer
 from tra.attention.shared.forget_gate import ForgetGate, GateLinear
 from tra.attention.shared.fusing import check_plain_parts, one_product_is_best
@@ -24,6 +26,12 @@ FUSED_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj"), nn.Linear) | {
     "gate.linear": GateLinear,
 }
 """The modules whose weights a fused layer reads itself, and their classes."""
+
+
+COMMON_ARGUMENTS = (
+    "d_model", "n_heads", "n_kv_heads", "qk_norm", "rotary", "rope_theta", "dropout", "fuse_projections"
+)  # fmt: skip
+"""Arguments that the decoder passes to every mechanism."""
 
 
 class WeightMap(NamedTuple):
@@ -56,6 +64,12 @@ class Mechanism(nn.Module):
     """It can attend to a sequence that several processes share, see `tra.ops.SequenceParts`."""
     keeps_state: ClassVar[bool] = False
     """Its cache holds a state of all tokens so far, out of which none can be taken again."""
+
+    @classmethod
+    def own_arguments(cls) -> dict[str, inspect.Parameter]:
+        """Return the constructor's arguments that `arguments` of `DecoderConfig` may give."""
+        others = {*COMMON_ARGUMENTS, *cls.config_fields}
+        return {name: parameter for name, parameter in constructor_arguments(cls).items() if name not in others}
 
     def attention_map(self, x: Tensor, key_mask: Tensor | None = None, rows: Tensor | None = None) -> WeightMap:
         raise ValueError(f"{type(self).__name__} has no attention map")

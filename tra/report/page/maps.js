@@ -79,6 +79,11 @@ function frames(inside, size) {
 // Room for the longest of the symbols beside an axis, in pixels.
 const symbolRoom = (symbols) => 6 * Math.max(...symbols.map((symbol) => Math.min(9, visibleSymbol(symbol).length))) - 6;
 
+// Pixels that a label of the keys takes: of letters, which stand, or of words, which lie.
+const labelWidth = (symbols) => (symbols.every((symbol) => symbol.length < 2) ? 7 : 10);
+const LABEL_ROOM = 90; // pixels of a map that are left and right of its keys
+const NARROW = 500; // pixels
+
 // Symbols on an axis, as many as there is room for, and all that have a mark.
 function symbolTicks(symbols, room, mark) {
   const every = Math.max(1, Math.ceil(symbols.length / room));
@@ -89,7 +94,8 @@ function symbolTicks(symbols, room, mark) {
 
 function mapLayout(map, width, nothing) {
   const [rows, columns] = [map.rows.length, map.columns.length];
-  const height = Math.max(260, Math.min(720, 90 + (width - 120) * (rows / columns)));
+  const labelled = Math.min(640, 82 + 8.5 * rows); // with a label for every query
+  const height = Math.max(260, labelled, Math.min(720, 90 + (width - 120) * (rows / columns)));
   const letters = map.symbols.every((symbol) => symbol.length < 2);
   const mark = (row) => (map.marked.includes(map.rows[row]) ? "▸ " : "") + (nothing.includes(row) ? "∅ " : "");
   const axis = { showgrid: false, zeroline: false, fixedrange: true, ticks: "" };
@@ -104,7 +110,7 @@ function mapLayout(map, width, nothing) {
       title: { text: "keys" },
       range: [-0.5, columns - 0.5],
       tickangle: letters ? 0 : -90,
-      ...symbolTicks(map.symbols, (width - 90) / (letters ? 7 : 10), () => ""),
+      ...symbolTicks(map.symbols, (width - LABEL_ROOM) / labelWidth(map.symbols), () => ""),
     },
     yaxis: {
       ...axis,
@@ -127,13 +133,14 @@ function mapPanel(section, first) {
   const band = (y) => ({ type: "rect", y0: y - 0.5, y1: y + 0.5 });
 
   function refill() {
-    Object.assign(chosen, { layer: 0, head: 0, row: map().rows.length - 1, column: 0 });
-    const part = (name, numbers) => {
+    const [layer, head] = map().telling; // indices
+    Object.assign(chosen, { layer, head, row: map().rows.length - 1, column: 0 });
+    const part = (name, numbers, first) => {
       const choose = (index) => {
         chosen[name.toLowerCase()] = index;
         draw();
       };
-      return chooser(name, numbers.map(String), 0, choose);
+      return chooser(name, numbers.map(String), first, choose);
     };
     const chooseRun = (index) => {
       chosen.map = index;
@@ -142,7 +149,7 @@ function mapPanel(section, first) {
     };
     const runs = section.maps.map((other) => other.label);
     const run = chooser("Run", runs, chosen.map, chooseRun);
-    choosers.replaceChildren(run, part("Layer", map().layers), part("Head", map().heads));
+    choosers.replaceChildren(run, part("Layer", map().layers, layer), part("Head", map().heads, head));
     draw();
   }
   function tell(row, column) {
@@ -157,6 +164,8 @@ function mapPanel(section, first) {
   }
   function draw() {
     const { nothing, inside, ...grid } = mapGrid(map(), chosen.layer, chosen.head);
+    const isNarrow = plot.parentElement.clientWidth < NARROW; // a phone: the map scrolls, so that every key has a label
+    plot.style.minWidth = isNarrow ? `${LABEL_ROOM + map().columns.length * labelWidth(map().symbols)}px` : "";
     const layout = mapLayout(map(), plot.clientWidth, nothing);
     const tint = { fillcolor: "rgba(230,159,0,0.28)", line: { width: 0 }, layer: "above" };
     layout.shapes = nothing.map((row) => ({ ...band(row), ...tint, xref: "paper", x0: 0, x1: 1 }));
@@ -181,5 +190,6 @@ function mapPanel(section, first) {
     Plotly.relayout(plot, { shapes: [...plot.layout.shapes.filter((shape) => shape.xref === "paper"), cursor()] });
   });
   redraws.push(draw);
-  return { figure: element("figure", {}, choosers, plot, caption, readout), draw: refill };
+  const wide = element("div", { class: "scrolled" }, plot);
+  return { figure: element("figure", {}, choosers, wide, caption, readout), draw: refill };
 }

@@ -1,7 +1,8 @@
 // The page, from its data: what could not be read, then a section per task.
-function summaryPart(section) {
+// Paragraphs with their lists.
+function proseOf(paragraphs) {
   const list = (items) => element("ul", {}, ...items.map((item) => element("li", {}, isolated(item))));
-  const parts = section.summary.flatMap(({ text, items }) => [
+  const parts = paragraphs.flatMap(({ text, items }) => [
     element("p", {}, isolated(text)),
     ...(items.length ? [list(items)] : []),
   ]);
@@ -11,6 +12,7 @@ function summaryPart(section) {
 function chartsPart(section, state, draws) {
   const made = [];
   section.charts.forEach((chart, index) => {
+    if (index === 1) made.push(proseOf(section.summary.slice(1)), mechanismList(section, state));
     const views = chart.kind === "failures" && chart.measures.length > 1 ? [0, 1] : [0];
     const drawn = views.map((first) => chartFigure(section, chart, state, first, index === 0));
     draws.push(...drawn.map((each) => each.draw));
@@ -20,9 +22,10 @@ function chartsPart(section, state, draws) {
       made.push(title, sideBySide(figures));
       return;
     }
-    if (index === 1) made.push(element("div", { class: "pair two" })); // texts after the first stand side by side
+    if (!made.at(-1).classList.contains("texts")) made.push(element("div", { class: "pair two texts" })); // side by side
     made.at(-1).append(element("div", {}, title, ...figures));
   });
+  if (section.charts.length < 2) made.push(proseOf(section.summary.slice(1)), mechanismList(section, state));
   return made;
 }
 
@@ -30,7 +33,7 @@ function mapsPart(section, draws) {
   if (!section.maps.length) return [];
   const panels = section.maps.slice(0, 2).map((_, index) => mapPanel(section, index));
   draws.push(...panels.map((panel) => panel.draw));
-  const note = "A cell is the weight that a query (row) gives a key (column). Bare ground: dropped, or not seen.";
+  const note = "Shown first is the head with the largest weights on single keys further back. A cell is the weight that a query (row) gives a key (column). Bare ground: dropped, or not seen.";
   const figures = sideBySide(panels.map((panel) => panel.figure));
   return [element("h3", {}, "Attention maps"), quiet(`${note} ${DATA.maps_note}`), figures];
 }
@@ -67,8 +70,7 @@ function sectionPart(section, id, draws) {
     "section",
     { id, "aria-labelledby": `${id}-title` },
     element("h2", { id: `${id}-title` }, isolated(shortened(section.title, 200))),
-    summaryPart(section),
-    mechanismList(section, state),
+    proseOf(section.summary.slice(0, 1)),
     ...chartsPart(section, state, draws),
     ...section.tables.flatMap((table) => sortableTable(section, table)),
     ...mapsPart(section, draws),

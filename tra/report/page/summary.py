@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from tra.report import curves
+from tra.report.breakdowns import footnotes
 from tra.report.curves import Split
 from tra.report.groups import Group, Section, differing_settings
-from tra.report.names import FAILURES, overlap_text
+from tra.report.names import FAILURES, overlap_text, task_sentence
 
 LEARNT = 0.9
 """Exact match below which a mechanism hasn't learnt the task, so that length can't be judged."""
@@ -38,35 +39,45 @@ Verdict = Literal["holds", "mixed", "falls", "not learnt", "not measured"]
 
 
 def summary(section: Section) -> list[Paragraph]:
-    """Return the paragraphs of a section."""
-    found = [_trained(section)]
+    """Return the paragraphs of a section: first the one above its first chart, then those below it."""
+    found = [_introduction(section), *_cautions(section)]
     if splits := curves.splits_of(section.runs):
         found += _by_length(section, splits)
     found += [_by_window(section, text, overlap) for text, overlap in curves.texts_of(section.runs)]
     return found + _failures(section)
 
 
-def _trained(section: Section) -> Paragraph:
+def _introduction(section: Section) -> Paragraph:
+    """Return a sentence on the task, and one on what learnt it."""
     groups, runs = section.groups, section.runs
-    mechanisms = len({group.mechanism for group in groups})
-    seeds = {len(group.runs) for group in groups}
+    seeds, mechanisms = {len(group.runs) for group in groups}, {group.mechanism for group in groups}
     each = _number(min(seeds), "seed").lower() if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
-    settings = f", in {len(groups)} settings" if len(groups) > mechanisms else ""
-    text = f"{_number(mechanisms, 'mechanism')}{settings}, {each} each."
+    text = f"{task_sentence(section.task)} {_number(len(mechanisms), 'mechanism')}"
+    if 1 < len(groups) <= MAX_NAMED:
+        text += f" ({_labels(groups)})"
+    elif len(groups) > len(mechanisms):
+        text += f" in {len(groups)} settings"
+    text += f", {each} each, {'was' if len(mechanisms) == 1 else 'were'} trained"
+    if trained := runs[0].trained_length:
+        text += f" at length {trained:,}"
     shared = []
     for part, key, words in SHARED_SETTINGS:
         values = {_value(run.config.get(part, {}).get(key)) for run in runs}
         if len(values) == 1 and values != {_value(None)}:
             shared.append(words.format(*values))
-    if shared:
-        text += f" {', '.join(shared)}."
-    if trained := runs[0].trained_length:
-        text += f" Trained at length {trained:,}."
+    return {"text": f"{text}{': ' if shared else ''}{', '.join(shared)}.", "items": []}
+
+
+def _cautions(section: Section) -> list[Paragraph]:
+    """Return what to know before comparing: in what runs differ, single seeds, and runs that broke down."""
+    runs, seeds = section.runs, {len(group.runs) for group in section.groups}
+    sentences = []
     if differences := [f"{key} ({_values(values)})" for key, values in differing_settings(runs).items()]:
-        text += f" The runs differ in {'; '.join(differences)}."
-    if seeds == {1} and len(groups) > 1:
-        text += " With one seed each, nothing is known of what another seed would do."
-    return {"text": text, "items": []}
+        sentences.append(f"The runs differ in {'; '.join(differences)}.")
+    if seeds == {1} and len(section.groups) > 1:
+        sentences.append("With one seed each, nothing is known of what another seed would do.")
+    sentences += footnotes(runs)
+    return [{"text": " ".join(sentences), "items": []}] if sentences else []
 
 
 def _by_length(section: Section, splits: Sequence[Split]) -> list[Paragraph]:
