@@ -51,6 +51,16 @@ def test_a_second_training_is_refused(trained: Path, tmp_path: Path, how: dict[s
     assert_same_run(trained, run)
 
 
+def test_what_a_killed_process_left_of_a_checkpoint_is_removed(trained: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    for name in ("checkpoints/.step-00000030.safetensors.999.tmp", ".model.safetensors.999.tmp", ".eval.jsonl.9.tmp"):
+        (run / name).write_bytes(b"half")
+    resume(run)
+    assert not list(run.rglob("*.tmp"))
+    assert_same_run(trained, run)
+
+
 def test_overwriting_replaces_the_folder_as_a_whole(trained: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     (run / "eval.jsonl").write_text("{}\n")
