@@ -36,6 +36,7 @@ FLOATS = (
     "scale",
     "raw_threshold",
     "raw_lower_cut",
+    "headroom",
     "threshold",
     "bound",
     "log_tolerance",

@@ -165,7 +165,7 @@ def test_status_before_anything(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    "damage", [b"[" * 100_000, *slow(b'{"', b"9" * 5000, b"[3]", b"null", b"\xff", b'{"step": ' + b"9" * 400)], ids=repr
+    "damage", [b"[" * 100_000, *slow(b'{"', b"9" * 5000, b"[3]", b"null", b"\xff", b'{"step": ' + b"9" * 400)]
 )
 def test_a_damaged_file_of_a_cell_is_one_line_that_names_it(tmp_path: Path, damage: bytes) -> None:
     (one,) = cells("paper-quick", ("flipflop", "tra"))[:1]
