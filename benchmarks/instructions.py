@@ -38,6 +38,7 @@ FLOATS = (
     "scale",
     "raw_threshold",
     "raw_lower_cut",
+    "headroom",
     "threshold",
     "bound",
     "log_tolerance",

@@ -107,6 +107,10 @@ def test_the_vocabulary_follows_the_task() -> None:
         ("version=2", "has version 2, this tra reads up to 1"),
         ("version=true", "version must be of type int, got True"),
         ("optim.lr=NaN", "optim.lr must be a number of at most 64 bits, got nan"),
+        ("optim.lr=Infinity", "optim.lr must be a number of at most 64 bits, got inf"),
+        ("optim.clip=NaN", "optim.clip must be a number of at most 64 bits, got nan"),
+        ("model.gate_bias=NaN", "model.gate_bias must be a number of at most 64 bits, got nan"),
+        ("model.gate_bias=Infinity", "model.gate_bias must be a number of at most 64 bits, got inf"),
         ("optim.lr=-Infinity", "optim.lr must be a number of at most 64 bits, got -inf"),
         ("optim.lr=" + "9" * 400, "optim.lr must be a number of at most 64 bits, got 9999"),
         ("optim.lr=" + "9" * 5000, "optim.lr must be of type float, got '9999"),
@@ -140,6 +144,7 @@ def test_bad_files(tmp_path: Path) -> None:
         ("[]", "must hold a JSON object"),
         ('{"task": {"name": "copy"}}', "incomplete"),
         ('{"task": 5}', "task must be a section"),
+        ('{"step": 5}', "unknown key 'step'"),
         ('{"task": ' * 100_000, "is not JSON: maximum recursion depth"),
         ('{"version": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
         (json.dumps(preset("demo").to_dict() | {"version": 99}), "version 99"),
@@ -148,6 +153,7 @@ def test_bad_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as caught:
             RunConfig.load(file)
         assert len(str(caught.value).splitlines()) == 1
+        assert str(caught.value).startswith(str(file))
     with pytest.raises(ValueError, match="can't be read: Is a directory"):
         RunConfig.load(tmp_path)
     with pytest.raises(ValueError, match="there is no config file"):

@@ -218,7 +218,10 @@ class RunConfig:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a JSON object, got a {type(values).__name__}")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def override(self, assignments: Sequence[str]) -> RunConfig:
         """Return the config with `train.steps=100`, `model.mechanism=rope`, `task.arguments.length=64`, … applied.

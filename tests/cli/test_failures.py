@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tra.cli.main import main
-from tra.runs import read_attention
+from tests.runs.test_locks import held_by_another
+from tests.slow import slow
+from tra.cli.main import main, parse
+from tra.runs import SHIPPED, read_attention
 from tra.runs.failures import explain_failure, one_line
 from tra.training import pick_device
 
@@ -82,6 +86,81 @@ def test_a_bad_command_is_one_line(
     answered = answer(arguments, monkeypatch, capsys)
     assert answered.startswith(line)
     assert list(tmp_path.rglob("config.json")) == []  # no folder of a run that can't be trained
+
+
+GRID = """
+from tra.presets import preset
+from tra.suite import Cell, Part
+
+def mine():
+    return {"one": Part([Cell("demo", preset("demo"))])}
+"""
+
+WRITING = (
+    "evaluate run --splits iid --examples 4",
+    "report run --out new.html",
+    "suite run grid.py:mine --out cells",
+    "suite merge cells --out merged",
+    "train --preset demo --out new",
+    *slow(
+        "evaluate run --splits iid --examples 4 --diagnose",
+        "attend run --out new.svg",
+        "report run --out new",
+        "export run new",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("evaluated")
+    shutil.copytree(SHIPPED / "flipflop-tra", place / "run")
+    parse(["evaluate", str(place / "run"), "--splits", "iid", "--examples", "4", "--device", "cpu"])()
+    (place / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    shutil.copytree(place / "run", place / "cells" / "one")
+    (place / "grid.py").write_text(GRID)
+    return place
+
+
+@pytest.mark.parametrize("line", WRITING)
+def test_a_full_disk_is_one_line(
+    line: str,
+    evaluated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """All that was there stays, and nothing half-written is left."""
+    if line.startswith("export"):
+        pytest.importorskip("transformers")
+    place = tmp_path / "place"
+    shutil.copytree(evaluated, place)
+    monkeypatch.chdir(place)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    found = answer(line.split(), monkeypatch, capsys)
+    assert re.match(r"1 tra: .*the disk is full \(No space left on device\)", found), found
+    assert any(word in found for word in ("run", "new", "cells", "merged"))  # it says what could not be written
+    assert {path: path.read_bytes() for path in before} == before
+    assert not [path for path in place.rglob("*") if path.is_file() and path not in before and path.name != "lock"]
+
+
+@pytest.mark.parametrize("how", ["--resume", "--overwrite"])
+def test_a_second_writer_gets_one_line(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(SHIPPED / "flipflop-tra", run)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    preset = [] if how == "--resume" else ["--preset", "demo"]
+    with held_by_another(run):
+        found = answer(["train", *preset, "--out", str(run), how], monkeypatch, capsys)
+    assert found == f"2 tra: {run} is being written by another process"
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lock"} == before
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "xpu", "vulkan", "cuda:99"])

@@ -247,15 +247,17 @@ def test_a_steep_gate_with_dropped_keys_nearby(dtype: torch.dtype) -> None:
     check(inputs, causal(1, 300), score_bound=32.0)
 
 
-LARGEST = math.log(2.0**-24 / torch.finfo(torch.float32).tiny) / 2
+LARGEST = {torch.bfloat16: math.log(2.0**-24 / torch.finfo(torch.float32).tiny) / 2}
 """The largest bound at which weights need no running reference: exp(-2 bound), and 2⁻²⁴ of it, is a normal number."""
+LARGEST[torch.float32] = LARGEST[torch.bfloat16] - math.log(2.0**30) / 2
+"""There sums of 2³⁰ values don't overflow."""
 
 
 def test_whose_reference_is_fixed() -> None:
     layers = [math.sqrt(width) * (1 + 2.0**-7) for width in (16, 64, 128, 256)]
-    for dtype in (torch.bfloat16, torch.float32):
-        assert all(decode._reference_is_fixed(dtype, bound) for bound in (0.0, *layers, LARGEST * (1 - 1e-9)))
-        assert not any(decode._reference_is_fixed(dtype, bound) for bound in (None, LARGEST * (1 + 1e-9), 1e30))
+    for dtype, largest in LARGEST.items():
+        assert all(decode._reference_is_fixed(dtype, bound) for bound in (0.0, *layers, largest * (1 - 1e-9)))
+        assert not any(decode._reference_is_fixed(dtype, bound) for bound in (None, largest * (1 + 1e-9), 1e30))
         assert torch.finfo(dtype).tiny == torch.finfo(torch.float32).tiny
     assert not any(decode._reference_is_fixed(torch.float16, bound) for bound in (None, 0.0, 1.0, 8.0))
 
@@ -272,7 +274,7 @@ def at_the_bound(bound: float, gate: float, n_keys: int = 300) -> Inputs:
 
 @pytest.mark.parametrize("tolerance", [2.0**-24, *slow(0.0)])
 @pytest.mark.parametrize("gate", [-0.7, *slow(-300.0, -2.5, -1e-3, 0.0)])
-@pytest.mark.parametrize("bound", [LARGEST * (1 - 1e-6), LARGEST * (1 + 1e-6), *slow(8.0, 60.0)])
+@pytest.mark.parametrize("bound", [*(LARGEST[torch.float32] * x for x in (1 - 1e-6, 1 + 1e-6)), *slow(8.0, 60.0)])
 def test_scores_at_the_bound(bound: float, gate: float, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first kept key is as weak as can be, and older ones as strong: nothing may vanish that counts."""
     inputs = at_the_bound(bound, gate)
@@ -282,7 +284,20 @@ def test_scores_at_the_bound(bound: float, gate: float, tolerance: float, monkey
     _, found = pieces_of(inputs, monkeypatch, **options)
     read = found[0, found[0, :, 2] > 0]
     assert read[:, 1].all()
-    assert bool((read[:, 0] == gate).all()) == (bound < LARGEST)
+    assert bool((read[:, 0] == gate).all()) == (bound < LARGEST[torch.float32])
+
+
+@pytest.mark.parametrize("n_keys", [20, 300])  # in one piece, and in several
+@pytest.mark.parametrize("score_bound", [None, 8.0])
+def test_values_near_the_largest_float(score_bound: float | None, n_keys: int) -> None:
+    """No sum on the way overflows, though weights may be 2¹¹; nor do small values vanish."""
+    inputs = inputs_here(6, batch=1, n_queries=2, n_keys=n_keys)
+    signs = inputs.value.sign()
+    options: dict[str, object] = {"score_bound": score_bound}
+    exact = tra.threshold_relative_attention(*inputs._replace(value=signs), impl="reference")
+    for scale in (3e38, 1e-30):
+        out = attend(inputs._replace(value=signs * scale), **options)
+        torch.testing.assert_close(out.double() / scale, exact.double(), atol=2e-6, rtol=1e-5)
 
 
 @MOSTLY_HALF
@@ -298,7 +313,7 @@ def test_the_steepest_gate_there_is(score_bound: float | None, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_pieces_that_keep_nothing(gate: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum of 0 says so, and nothing else does: not even a piece whose only key is as weak as can be."""
-    bound = 8.0 if dtype == torch.float16 else LARGEST * (1 - 1e-6)
+    bound = 8.0 if dtype == torch.float16 else LARGEST[dtype] * (1 - 1e-6)
     query, key, value, log_forget = at_the_bound(bound, gate)
     inputs = Inputs(query.to(dtype), -key.abs().to(dtype), value.to(dtype), log_forget)
     mask = (torch.arange(300, device=DEVICE) % 128 == 5)[None]  # blocks have up to 64 keys

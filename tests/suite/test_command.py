@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
 from tests.suite.test_local import cell
 from tra.cli.main import parse
+from tra.runs import RunFolder
 from tra.suite import cells
 from tra.suite.archive import merge, pack, run_folders
 from tra.suite.local import run_suite
@@ -159,6 +162,30 @@ def test_status_before_anything(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert parse(["suite", "status", "paper-quick", "--only", *CHOSEN, "--out", str(tmp_path)])() == 0
     assert capsys.readouterr().out.strip().endswith("8 waiting")
     assert len(cells("paper-quick", CHOSEN)) == 8
+
+
+@pytest.mark.parametrize(
+    "damage", [b"[" * 100_000, *slow(b'{"', b"9" * 5000, b"[3]", b"null", b"\xff", b'{"step": ' + b"9" * 400)]
+)
+def test_a_damaged_file_of_a_cell_is_one_line_that_names_it(tmp_path: Path, damage: bytes) -> None:
+    (one,) = cells("paper-quick", ("flipflop", "tra"))[:1]
+    out = ["--only", "flipflop", "tra", "--out", str(tmp_path)]
+    for name, actions in (
+        ("config.json", ("status", "table")),
+        ("metrics.jsonl", ("status",)),
+        ("eval.jsonl", ("status", "table")),
+        ("diagnose.jsonl", ("status", "table")),
+        ("failed.json", ("status",)),
+    ):
+        run = RunFolder(tmp_path / one.folder)
+        run.start(one.config, resume=False, overwrite=False)
+        run.weights_file.write_bytes(b"some")  # so that results are looked at
+        (run.path / name).write_bytes(damage + b"\n")
+        for action in actions:
+            with pytest.raises(ValueError, match=rf"{name}\b.* (is damaged|is not JSON|must hold)") as caught:
+                parse(["suite", action, "paper-quick", *out])()
+            assert "\n" not in str(caught.value)
+        shutil.rmtree(run.path)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import fcntl
 import itertools
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from tra.attention import MECHANISMS
 from tra.config import RunConfig, differences
+from tra.model import Decoder
 from tra.presets import preset
 from tra.runs import RunFolder, read_rows, write_rows
 from tra.suite import SUITES, Cell, Part, cells, suite
@@ -145,6 +147,23 @@ def test_cells_end_evaluated_and_diagnosed_and_are_not_run_twice(tmp_path: Path)
     assert [report.status for report in run_suite([longer], tmp_path, device="cpu")] == ["done"]
     assert is_done(tmp_path / two[0].folder)
     assert is_done(tmp_path / longer.folder)
+
+
+def test_a_cell_with_damaged_weights_is_not_done(tmp_path: Path) -> None:
+    config = cell("lstm", steps=2).config
+    config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, splits=("iid",)))
+    run = RunFolder(tmp_path / "cell")
+    run.start(config, resume=False, overwrite=False)
+    row = {"shortest": 16, "longest": 16, "examples": 4, "exact": 1.0, "low": 0.4, "high": 1.0}
+    write_rows(run.evaluation_file, [{"split": split, **row} for split in config.evaluate.splits])
+    run.save_weights(Decoder(config.model), 2)
+    assert (is_done(run.path), state(run.path).status) == (True, "done")
+    content = bytearray(run.weights_file.read_bytes())
+    content[-5] ^= 1
+    run.weights_file.write_bytes(content)
+    assert (is_done(run.path), state(run.path).status) == (False, "cut off")
+    run.save_weights(Decoder(dataclasses.replace(config.model, d_model=32)), 2)  # intact, and of another model
+    assert not is_done(run.path)
 
 
 @pytest.mark.slow

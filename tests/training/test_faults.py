@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -48,6 +47,16 @@ def test_a_second_training_is_refused(trained: Path, tmp_path: Path, how: dict[s
     run = copy(trained, tmp_path / "run")
     with held_by_another(run), pytest.raises(LockedError, match="is being written by another process"):
         train(small("train.steps=25"), run, device=CPU, **how)
+    assert_same_run(trained, run)
+
+
+def test_what_a_killed_process_left_of_a_checkpoint_is_removed(trained: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    for name in ("checkpoints/.step-00000030.safetensors.999.tmp", ".model.safetensors.999.tmp", ".eval.jsonl.9.tmp"):
+        (run / name).write_bytes(b"half")
+    resume(run)
+    assert not list(run.rglob("*.tmp"))
     assert_same_run(trained, run)
 
 
@@ -98,10 +107,11 @@ def test_a_checkpoint_of_another_model_is_passed_over(trained: Path, tmp_path: P
         resume(run)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("logged", "step"), [(1, 25), (3, 35)])
+def test_a_loss_that_is_not_finite_ends_the_run(trained: Path, tmp_path: Path, logged: int, step: int) -> None:
     """Weights turn bad after a checkpoint; it is kept, and no other is written over it."""
     run = copy(trained, tmp_path / "run")
-    config = dataclasses.replace(small("train.steps=100"), train=dataclasses.replace(small().train, steps=100))
+    config = small("train.steps=100", f"train.max_nonfinite_steps={logged}")
     RunFolder(run).config_file.unlink()
     (run / "model.safetensors").unlink()
     RunFolder(run)._write_config(config)
@@ -109,7 +119,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(trained: Path, tmp_path: Path) -
     tensors, _ = load_tensors(last)
     tensors["model.embed_tokens.weight"][:] = torch.nan
     save_tensors(last, tensors, {"step": "20"})
-    with pytest.raises(NonFiniteError, match="the loss is not finite at step 35, so the run has ended"):
+    with pytest.raises(NonFiniteError, match=f"the loss is not finite at step {step}, so the run has ended"):
         resume(run)
     assert [row["loss"] for row in read_rows(run / "metrics.jsonl")][-3:] != [0, 0, 0]
     assert checkpoints(run / "checkpoints")[-1] == last

@@ -34,6 +34,8 @@ MIN_GPU_WIDTH = 64
 """Columns of queries and keys on a GPU in half precision, the rest zeros: what was tested on an H200."""
 MAX_FIXED_SPAN = 126 - 24
 """Powers of two between a row's highest and lowest score up to which its reference is fixed."""
+MAX_HEADROOM = 30
+"""Powers of two that float32 weights leave for the number of keys, see `_headroom`."""
 MAX_FORMER_NUMBERS, MAX_MERGED_NUMBERS = 2048, 8192
 """Numbers that fit a program's registers: former pieces times rows, and in the merge pieces times columns."""
 
@@ -149,6 +151,8 @@ def _launch(
         options.scale * unit, *cuts(options), options.threshold * unit, (options.score_bound or 0.0) * unit,
         math.log(options.tolerance) * unit if _may_stop(options) else 0.0,
     )  # fmt: skip
+    slots = n_keys if table is None else n_keys * table.shape[1]
+    headroom = _headroom(q.dtype, options.score_bound, slots)
     former = 0
     for phase in plan:
         launcher.launch(
@@ -156,7 +160,7 @@ def _launch(
             q, k, v, log_forget, first, last, mask, table, out, sums, stats,
             *q.stride()[:3], *(stride // stride_unit for x in (k, v) for stride in x.stride()[:3]),
             *log_forget.stride(), *((0, 0) if mask is None else mask.stride()), *out.stride()[:3], stats.stride(0),
-            n_queries, n_keys, kv_heads, group, *numbers, *phase[1:], former, pieces,
+            n_queries, n_keys, kv_heads, group, *numbers, headroom, *phase[1:], former, pieces,
             None if table is None else table.shape[1],
             **constants, EARLY=early, LATER_PHASE=former > 0, ONE_PIECE=one_piece,
             PIECES_AT_ONCE=max(16, min(MAX_FORMER_NUMBERS // tile.rows, power_of_two(former))),
@@ -169,7 +173,7 @@ def _launch(
     launcher.launch(
         decode_kernels.merge_kernel, (batch * heads * n_queries, -(-value_width // columns)),
         log_forget, sums, stats, out, *log_forget.stride(), *out.stride()[:3], stats.stride(0),
-        n_queries, heads, group, pieces,
+        n_queries, heads, group, headroom, pieces,
         DV=value_width, BP=power_of_two(pieces), BDV=columns, FLOAT32=constants["FLOAT32"],
     )  # fmt: skip
 
@@ -185,11 +189,24 @@ def _reference_is_fixed(dtype: torch.dtype, score_bound: float | None) -> bool:
     """Say whether a row's slope δ is the reference of its weights, instead of a running maximum.
 
     A piece's first kept key then weighs at least 2^-B, B the bound in powers of two, and none more than 2^B. What is
-    flushed, below 2^-126 in float32 and bfloat16, is at most 2^(2B - 126) of a row: 2^-24 where 2B <= MAX_FIXED_SPAN.
-    Small weights of float16 would lose digits. Values that 2^B makes larger than the largest float overflow: 1e35 with
-    B of 8.
+    flushed, below 2^-126 in float32 and bfloat16, is at most 2^(2B - 126) of a row: 2^-24 where 2B <= MAX_FIXED_SPAN,
+    less what float32 leaves as headroom. Small weights of float16 would lose digits. Values of bfloat16 overflow where
+    their sum, before it is divided by that of the weights, does: from 1e35 on with B of 8.
     """
-    return dtype != torch.float16 and score_bound is not None and 2 * score_bound * math.log2(math.e) <= MAX_FIXED_SPAN
+    span = MAX_FIXED_SPAN - (MAX_HEADROOM if dtype == torch.float32 else 0)
+    return dtype != torch.float16 and score_bound is not None and 2 * score_bound * math.log2(math.e) <= span
+
+
+def _headroom(dtype: torch.dtype, score_bound: float | None, n_keys: int) -> float:
+    """Return the power of two by which float32 weights are divided when they meet values; elsewhere 1.
+
+    A weight is at most 1, or 2^B with a fixed reference, so a sum of values near the largest float doesn't overflow.
+    Multiplied by a power of two, sums keep all their digits.
+    """
+    if dtype != torch.float32:
+        return 1.0
+    highest = score_bound * math.log2(math.e) if score_bound and _reference_is_fixed(dtype, score_bound) else 0.0
+    return 2.0 ** (math.ceil(highest) + min(n_keys.bit_length(), MAX_HEADROOM))
 
 
 @torch.library.custom_op("tra::decode", mutates_args=())

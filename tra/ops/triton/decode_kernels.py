@@ -34,6 +34,7 @@ def _load_keys(p, start, m_k, stride, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 def _decode_block(
     b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask, p_table, j, oldest,
     newest, stride_k, stride_v, stride_m, stride_kp, stride_vp, table_pages, score_scale, raw_threshold, raw_lower_cut,
+    headroom,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
     MARGIN: tl.constexpr, FIXED_REFERENCE: tl.constexpr, FLOAT32: tl.constexpr, PRECISION: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
@@ -72,6 +73,8 @@ def _decode_block(
         b_totals, b_o, b_ref = b_totals * b_shrink, b_o * b_shrink, b_new
     b_p = power(b_x, FLOAT32).to(b_v.dtype)
     b_totals += b_p.to(tl.float32)  # of the weights as rounded as they meet the values
+    if FLOAT32:
+        b_p = b_p * (1.0 / headroom)  # exact; a sum of values near the largest float would overflow
     b_o = tl.dot(tl.trans(b_v), b_p, b_o, input_precision=PRECISION)  # [BDV, BN] @ [BN, BM] -> [BDV, BM]
     return b_o, b_totals, b_ref, b_counts
 
@@ -141,7 +144,7 @@ def decode_kernel(
     stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
     stride_fb, stride_fh, stride_f, stride_mb, stride_m, stride_ob, stride_oh, stride_o, stride_s,
     n_queries, n_keys, kv_heads, group, score_scale, raw_threshold, raw_lower_cut, threshold, bound, log_tolerance,
-    start, phase_blocks, min_blocks, former_pieces, pieces, table_pages,
+    headroom, start, phase_blocks, min_blocks, former_pieces, pieces, table_pages,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
     LATER_PHASE: tl.constexpr, ONE_PIECE: tl.constexpr, MARGIN: tl.constexpr, FIXED_REFERENCE: tl.constexpr,
@@ -157,6 +160,7 @@ def decode_kernel(
     this is the only piece, so it writes the output. FIXED_REFERENCE: a row's slope is its reference. Strides of keys
     and values are in units of STRIDE_UNIT. PAGE_BLOCKS, where it isn't 0: keys and values lie in pages of that many
     blocks, their batch strides are those of pages, and logical page l of a row is at column l % `table_pages` of TABLE.
+    FLOAT32: sums of values are divided by `headroom`.
     """
     i_bk, i_piece = tl.program_id(0), tl.program_id(1)
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
@@ -232,7 +236,8 @@ def decode_kernel(
                 b_q, b_o, b_totals, b_ref, b_counts, b_slope, b_first, b_last, triangle, ones, p_k, p_v, p_mask,
                 p_table, j - step, oldest, newest, stride_k * STRIDE_UNIT, stride_v * STRIDE_UNIT, stride_m,
                 stride_kb * STRIDE_UNIT, stride_vb * STRIDE_UNIT, table_pages, score_scale, raw_threshold,
-                raw_lower_cut, D, DV, BD, BDV, BN, MASKED, MARGIN, FIXED_REFERENCE, FLOAT32, PRECISION, PAGE_BLOCKS,
+                raw_lower_cut, headroom, D, DV, BD, BDV, BN, MASKED, MARGIN, FIXED_REFERENCE, FLOAT32, PRECISION,
+                PAGE_BLOCKS,
             )  # fmt: skip
         j -= now
         b_total, b_count = tl.sum(b_totals, 0), tl.max(b_counts, 0) - FIRST_COUNT
@@ -251,6 +256,8 @@ def decode_kernel(
     m_o = (o_dv < DV)[:, None] & m_m[None, :]
     if ONE_PIECE:
         b_o = b_o / tl.where(b_total == 0.0, 1.0, b_total)[None, :]
+        if FLOAT32:
+            b_o *= headroom
         p_o = OUT + i_b * stride_ob + (o_h * stride_oh + o_t * stride_o)[None, :] + o_dv[:, None]
         tl.store(p_o, b_o.to(OUT.dtype.element_ty), mask=m_o)
     else:
@@ -265,7 +272,7 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["stride_s", "heads", "pieces"])
 def merge_kernel(
     FORGET, PIECE_SUMS, PIECE_STATS, OUT, stride_fb, stride_fh, stride_f, stride_ob, stride_oh, stride_o, stride_s,
-    n_queries, heads, group, pieces,
+    n_queries, heads, group, headroom, pieces,
     DV: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr, FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of one query, for BDV of its columns: a piece's logits move by what newer pieces count.
@@ -295,5 +302,7 @@ def merge_kernel(
     m_o = (b_w != 0.0)[:, None] & (o_dv < DV)[None, :]
     b_o = tl.load(PIECE_SUMS + (o_row * DV)[:, None] + o_dv[None, :], mask=m_o, other=0.0)
     b_o = tl.sum(b_o * b_w[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    if FLOAT32:
+        b_o *= headroom
     p_o = OUT + i_b * stride_ob + i_h * stride_oh + i_t * stride_o + o_dv
     tl.store(p_o, b_o.to(OUT.dtype.element_ty), mask=o_dv < DV)
