@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report fuzz chaos transformers-tests clean
+.PHONY: help setup setup-dev hooks demo test test-all lint types format bench report docs fuzz chaos transformers-tests clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,6 +22,10 @@ setup-dev: .venv/.dev ## Add what tests, lint and types need
 
 .venv/.dev: .venv/.core
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.core
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 hooks: setup-dev ## Check style before every commit
@@ -65,6 +69,10 @@ report: setup ## Rebuild tables and figures under results/ from the committed ru
 	for task in copy induct instruct; do $(BIN)/tra report results/lengths/$$task/*/ --out results/lengths/$$task || exit 1; done
 	$(BIN)/python -m benchmarks.speed_figure results/bench/op-h200.json
 	$(BIN)/tra report --index results
+	$(BIN)/python -m benchmarks.tables
+
+docs: .venv/.docs ## Build the site into build/docs: warnings are errors, nothing from the network
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -b html docs build/docs
 
 transformers-tests: setup-dev ## Fetch transformers' own test mixins, and run them on our classes (six minutes)
 	version=$$($(BIN)/python -c 'import transformers; print(transformers.__version__)') && mkdir -p .cache && \
@@ -73,4 +81,4 @@ transformers-tests: setup-dev ## Fetch transformers' own test mixins, and run th
 	HF_HUB_OFFLINE=1 TRANSFORMERS_REPORT=$${TRANSFORMERS_REPORT:-.cache/transformers-tests.json} $(BIN)/python -m pytest tests/hub/transformers_suite/test_mixins.py -n 2 --dist worksteal
 
 clean: ## Remove .venv and caches
-	rm -rf .venv .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis demo
+	rm -rf .venv build .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis demo

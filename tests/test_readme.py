@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""What README and the pages of docs/ say is so."""
 
 from __future__ import annotations
 
@@ -9,30 +9,49 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tables import TABLE, TABLES, filled, pages
 from tra.attention import MECHANISMS
-from tra.bench.decode import LAYOUTS
 from tra.cli.main import VERBS
 from tra.hub.export import export_run
 from tra.presets import PRESETS
 from tra.runs import RunFolder, read_rows
+from tra.suite import SUITES
 from tra.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-TEST_ARTICLES = ("wikitext-test", "none")
-CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages()}
+README = TEXTS["README.md"]
+SLOW = ("docs/first-model.md",)
+"""Pages whose code trains a model."""
 
 
-@pytest.mark.parametrize("code", CODE)
-def test_its_code_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_one_line(page: str) -> str:
+    """Return a page's text without its line ends."""
+    return " ".join(TEXTS[page].split())
+
+
+def bench(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "results/bench" / name).read_text())["rows"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [
+        pytest.param(page, code, marks=pytest.mark.slow if page in SLOW else (), id=f"{page}-{number}")
+        for page, text in TEXTS.items()
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    ],
+)
+def test_code_runs(page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if "my-model" in code:  # as the line above it has it
-        assert "tra export flipflop-tra my-model" in README
+        assert "tra export flipflop-tra my-model" in TEXTS[page]
         export_run(RunFolder.open("flipflop-tra"), "my-model")
     exec(code, {})
 
 
-def test_its_tree_is_the_tree() -> None:
+def test_the_tree_is_the_tree() -> None:
     """Every entry at the top of the package stands in it, and nothing else does."""
     tree = README.split("## Where things are")[1].split("## Sources")[0]
     named = re.findall(r"^      ([a-z_]+/|[a-z_]+\.py) ", tree, re.M)
@@ -41,151 +60,144 @@ def test_its_tree_is_the_tree() -> None:
     assert len(named) <= 16
 
 
-def test_its_numbers_are_those_of_the_logs() -> None:
-    rows = {
-        name: {row["split"]: row["exact"] for row in read_rows(ROOT / "results/demo" / name / "eval.jsonl")}
-        for name in ("tra", "tra-margin-2", "rope", "forgetting")
-    }
-    demo = {"tra": "TRA", "tra-margin-2": "TRA, margin 2", "rope": "RoPE", "forgetting": "FoT"}
-    for name, label in demo.items():
-        cells = " | ".join(f"{rows[name][split]:.3f}" for split in ("iid", "sparse", "dense", "4x", "16x"))
-        assert f"| {label} | {cells} |" in README
-    bench = json.loads((ROOT / "results/bench/op-cpu.json").read_text())
-    assert f"{bench['speedup']:.1f} times as fast" in README
-    assert f"it took {bench['memory_ratio']:.2f} of the memory" in README
+@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if TABLE.search(text)])
+def test_tables_are_those_of_the_runs(page: str) -> None:
+    assert filled(TEXTS[page]) == TEXTS[page], "python -m benchmarks.tables writes them"
+    assert TEXTS[page].count("<!-- table:") == len(TABLE.findall(TEXTS[page]))
 
 
-def test_its_speeds_are_those_of_the_log() -> None:
-    rows = json.loads((ROOT / "results/bench/op-h200.json").read_text())["rows"]
+def test_every_table_is_shown() -> None:
+    shown = {name for text in TEXTS.values() for _, name, _ in TABLE.findall(text)}
+    assert shown == set(TABLES)
 
-    def find(contender: str, mode: str, length: int, gates: str = "init", content: str = "dense") -> dict[str, Any]:
-        wanted = {"contender": contender, "mode": mode, "length": length, "gates": gates, "content": content}
+
+def test_a_table_of_another_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match="unknown table 'lenght'"):
+        filled("<!-- table: lenght -->\n<!-- end of table -->")
+
+
+def test_the_demo() -> None:
+    rope = {row["split"]: row["exact"] for row in read_rows(ROOT / "results/demo/rope/eval.jsonl")}
+    for page in ("README.md", "docs/first-run.md"):
+        assert re.search(
+            rf"{rope['dense']:.3f} to 0\.956 on dense and {rope['4x']:.3f} to 0\.252 at 4", in_one_line(page)
+        )
+    assert rope["16x"] == 0
+    assert "0.000 at 16 times the length" in in_one_line("docs/first-run.md")
+
+
+def test_flip_flop_at_the_papers_size() -> None:
+    tra, rope = (
+        {row["split"]: row for row in read_rows(ROOT / "results/flipflop" / name / "eval.jsonl")}
+        for name in ("tra", "rope")
+    )
+    assert {row["exact"] for row in tra.values()} == {1.0}
+    counts = [f"{tra[split]['examples']:,}" for split in ("sparse", "dense", "64x")]
+    assert (
+        f"no error in {counts[0]} sparse sequences, in {counts[1]} dense ones, nor in {counts[2]} of "
+        f"{tra['64x']['longest']:,} symbols"
+    ) in in_one_line("docs/tasks.md")
+    failing = f"RoPE fails on {100 * (1 - rope['sparse']['exact']):.0f} % of"
+    assert f"{failing} {counts[0]} sequences and TRA on none" in in_one_line("README.md")
+    assert f"{failing} the sparse ones and on every sequence of {rope['16x']['longest']:,} symbols" in in_one_line(
+        "docs/tasks.md"
+    )
+    assert rope["16x"]["exact"] == 0
+
+
+def test_the_operators_speed() -> None:
+    rows, page = bench("op-h200.json"), in_one_line("docs/results/speed.md")
+
+    def find(contender: str, mode: str, length: int) -> dict[str, Any]:
+        wanted = {"contender": contender, "mode": mode, "length": length, "gates": "init", "content": "dense"}
         (row,) = [row for row in rows if row["width"] == 64 and wanted.items() <= row.items()]
         return row
 
-    for label, contender, gates, content, lengths, digits in (
-        ("gates at initialisation", "tra", "init", "dense", (16_384, 65_536), 1),
-        ("δ = −0.05", "tra", "-0.05", "dense", (16_384, 65_536), 1),
-        ("a trained model's heads (flip-flop, 4)", "tra", "init", "trained", (16_384,), 1),
-        ("every key read (`tolerance=0.0`)", "tra, full walk", "init", "dense", (16_384, 65_536), 2),
-        ("1 % of the keys kept", "tra", "init", "sparse", (16_384,), 2),
-        ("one row in 64 keeps nothing", "tra", "init", "null rows", (16_384,), 2),
-    ):
-        cells = []
-        for mode in ("forward", "forward and backward"):
-            found = [find(contender, mode, length, gates, content)["times_flash"] for length in lengths]
-            cells += [f" {times:.{digits}f}× " for times in found] + [" "] * (2 - len(found))
-        assert f"| {label} |{'|'.join(cells)}|" in README
-    language = {
-        (row["mode"], row["length"]): f"{row['times_flash']:.1f}×"
-        for row in json.loads((ROOT / "results/bench/op-language.json").read_text())["rows"]
-        if row["contender"] == "tra"
-    }
-    cells = [language[mode, length] for mode in ("forward", "forward and backward") for length in (16_384, 65_536)]
-    assert f"| a trained language model's heads | {' | '.join(cells)} |" in README
     ours, plain = (find(name, "forward and backward", 4096) for name in ("tra", "plain, compiled"))
-    assert f"{plain['ms'] / ours['ms']:.0f} times as fast with backward" in README
-    assert f"in a {plain['peak_mib'] / ours['peak_mib']:.0f}th of the memory" in README
-    assert f"({find('tra, full walk', 'forward', 256)['times_flash']:.2f}× forward at 256" in README
+    assert f"{plain['ms'] / ours['ms']:.0f} times as fast with backward" in page
+    assert f"in a {plain['peak_mib'] / ours['peak_mib']:.0f}th of the memory" in page
+    assert f"({find('tra, full walk', 'forward', 256)['times_flash']:.2f}× forward at 256" in page
     million = find("tra", "forward and backward", 2**20)
-    assert f"{million['ms'] / 1000:.2f} s, {million['peak_mib'] / 1024:.0f} GiB" in README.replace("\n", " ")
+    assert f"{million['ms'] / 1000:.2f} s, {million['peak_mib'] / 1024:.0f} GiB" in page
     assert million["finite"]
+    cpu = json.loads((ROOT / "results/bench/op-cpu.json").read_text())
+    assert f"{cpu['speedup']:.1f} times as fast" in page
+    assert f"it took {cpu['memory_ratio']:.2f} of the memory" in page
 
 
-def test_its_decoding_is_that_of_the_logs() -> None:
-    rows = json.loads((ROOT / "results/bench/decode.json").read_text())["rows"]
-
-    def cell(batch: int, gates: str, context: int) -> str:
-        wanted = {"contender": "tra", "batch": batch, "heads": 8, "gates": gates, "context": context}
-        (row,) = [row for row in rows if row["layout"] == LAYOUTS[0] and wanted.items() <= row.items()]
-        return f"{row['ms'] * 1000:.1f}, {row['times_sdpa']:.1f}×"
-
-    for gates, label, batch in (
-        ("init", "gates at initialisation, batch 1", 1),
-        ("init", "gates at initialisation, batch 32", 32),
-        ("-0.001", "δ = −0.001, batch 1", 1),
-    ):
-        cells = " | ".join(cell(batch, gates, context) for context in (1024, 16_384, 65_536, 262_144))
-        assert f"| {label} | {cells} |" in README
-    layers = json.loads((ROOT / "results/bench/decode-language.json").read_text())["rows"]
-    ranges = []
-    for context in (16_384, 65_536):
-        times = [row["times_sdpa"] for row in layers if row["contender"] == "tra" and row["context"] == context]
-        ranges.append(f"{min(times):.1f} to {max(times):.1f}×")
-    assert f"| a trained language model's layers, batch 1 | | {' | '.join(ranges)} | |" in README
+def test_the_speed_of_decoding() -> None:
     speeds = [
         row["tokens_per_second"]
         for batch in (1, 32)
         for name in ("tra", "rope")
-        for row in json.loads((ROOT / f"results/bench/generate-{name}.json").read_text())["rows"]
+        for row in bench(f"generate-{name}.json")
         if row["graph"] and row["prompt"] == 4096 and row["batch"] == batch
     ]
     one, rival, many, rivals = (f"{speed:,.0f}" for speed in speeds)
-    assert f"{one} tokens per second with TRA and {rival} with RoPE, in a batch of 32 {many} and {rivals}" in (
-        README.replace("\n", " ")
-    )
+    assert (
+        f"{one} tokens per second with TRA and {rival} with RoPE, in a batch of 32 {many} and {rivals}"
+    ) in in_one_line("docs/results/speed.md")
 
 
-def test_its_training_steps_are_those_of_the_log() -> None:
-    rows = json.loads((ROOT / "results/bench/step-tra.json").read_text())["rows"]
+def test_training_steps() -> None:
+    rows = bench("step-tra.json")
     mini, medium, large = (
         {row["mechanism"]: f"{row['step_ms']:.2f}" for row in rows if (row["size"], row["vocabulary"]) == which}
         for which in (("mini", 256), ("medium", 256), ("medium", 50304))
     )
-    text = README.replace("\n", " ")
-    assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in text
-    assert f"at 64 × 256 {medium['tra']} ms and {medium['rope']} ms, with GPT-2's vocabulary {large['tra']} ms" in text
-    assert f"and {large['rope']} ms" in text
+    page = in_one_line("docs/results/speed.md")
+    assert f"{mini['tra']} ms with TRA and {mini['rope']} ms with RoPE" in page
+    assert f"at 64 × 256 {medium['tra']} ms and {medium['rope']} ms, with GPT-2's vocabulary {large['tra']} ms" in page
+    assert f"and {large['rope']} ms" in page
+    assert f"{medium['tra']} ms with TRA and {medium['rope']} ms with RoPE" in in_one_line("README.md")
+    tra, rope = (row for row in rows if row["vocabulary"] == 50304)
+    assert (
+        f"{tra['step_ms']:.1f} ms and {tra['peak_mib'] / 1024:.1f} GiB, with RoPE {rope['step_ms']:.1f} ms"
+    ) in in_one_line("docs/train-on-your-data.md")
 
 
-def test_its_tasks_are_those_of_the_logs() -> None:
-    def line(label: str, run: str, splits: tuple[str, ...]) -> str:
-        found = {row["split"]: row["exact"] for row in read_rows(ROOT / "results/lengths" / run / "eval.jsonl")}
-        return f"| {label} | " + " | ".join(f"{found[split]:.3f}" for split in splits) + " |"
-
-    lengths, longer = (
-        ("iid", "51-100", "201-250", "8x", "16x", "64x"),
-        ("iid", "51-100", "101-200", "201-300", "401-500"),
-    )
-    assert line("copy, TRA", "copy/tra", lengths) in README
-    assert line("induct, TRA", "induct/tra", lengths) in README
-    assert line("induct, RoPE", "induct/rope", lengths) in README
-    assert line("TRA", "instruct/tra", longer) in README
-    assert line("RoPE", "instruct/rope", longer) in README
-    one, two, four = json.loads((ROOT / "results/bench/cells.json").read_text())["rows"]
-    assert f"did {one['cells_per_hour']:.0f} mini cells" in README
-    assert f"{two['cells_per_hour']:.0f} with `--jobs 2` and {four['cells_per_hour']:.0f} with `--jobs 4`" in README
-
-
-def test_its_language_models_are_those_of_the_logs() -> None:
-    for name, label in (("tra", "TRA"), ("forgetting", "FoT"), ("cope", "CoPE"), ("rope", "RoPE")):
-        rows = read_rows(ROOT / "results/language" / name / "perplexity.jsonl")
-        found = {row["window"]: row["perplexity"] for row in rows if (row["text"], row["overlap"]) == TEST_ARTICLES}
-        assert f"| {label} | {found[128]:.1f} | {found[4096]:.1f} | {found[16384]:.1f} |" in README
-    steps = json.loads((ROOT / "results/bench/step-tra.json").read_text())["rows"]
-    tra, rope = (row for row in steps if row["vocabulary"] == 50304)
-    assert f"{tra['step_ms']:.1f} ms and {tra['peak_mib'] / 1024:.1f} GiB, with RoPE {rope['step_ms']:.1f} ms" in README
-    cost = {
-        (row["size"], row["mechanism"]): row["step_ms"]
-        for row in json.loads((ROOT / "results/bench/cost.json").read_text())["rows"]
-    }
+def test_what_training_on_text_costs() -> None:
+    page = in_one_line("docs/train-on-your-data.md")
+    cost = {(row["size"], row["mechanism"]): row["step_ms"] for row in bench("cost.json")}
     medium, tiny = (cost[size, "tra"] / cost[size, "rope"] for size in ("medium", "tiny"))
-    assert f"TRA takes {medium:.2f} times RoPE's step (paper: 1.14), the tiny model {tiny:.2f} times" in README.replace(
-        "\n", " "
+    assert f"TRA takes {medium:.2f} times RoPE's step (paper: 1.14), the tiny model {tiny:.2f} times" in page
+    prepared = bench("prepare.json")[-1]
+    assert f"100 MB of English take {prepared['seconds']:.0f} s and {prepared['peak_mib']} MiB" in page
+
+
+@pytest.mark.parametrize("page", ["docs/add-a-suite.md", "docs/results/speed.md"])
+def test_cells_in_an_hour(page: str) -> None:
+    one, two, four = bench("cells.json")
+    assert f"did {one['cells_per_hour']:.0f} mini cells" in in_one_line(page)
+    assert f"{two['cells_per_hour']:.0f} with `--jobs 2` and {four['cells_per_hour']:.0f} with `--jobs 4`" in (
+        in_one_line(page)
     )
-    prepared = json.loads((ROOT / "results/bench/prepare.json").read_text())["rows"][-1]
-    assert f"100 MB of English take {prepared['seconds']:.0f} s and {prepared['peak_mib']} MiB" in README
 
 
-def test_its_names_exist() -> None:
-    for verb, preset in re.findall(r"tra (\w+) --preset ([\w-]+)", README):
+def test_names_exist() -> None:
+    everything = "\n".join(TEXTS.values())
+    for verb, preset in re.findall(r"tra (\w+) --preset ([\w-]+)", everything):
         assert verb in VERBS
         assert preset in PRESETS
     for name in PRESETS:
-        assert name in README or name.removesuffix("-quick") in README
-    for name in (*TASKS, *MECHANISMS):
-        assert name in README
-    for target in re.findall(r"(?:`|    )make ([a-z-]+)", README):
-        assert f"\n{target}:" in (ROOT / "Makefile").read_text()
-    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert (ROOT / link).exists(), link
+        assert f"`{name}`" in TEXTS["docs/command.md"] or f"`{name.removesuffix('-quick')}`" in TEXTS["docs/command.md"]
+    for name in MECHANISMS:
+        assert f"| `{name}` |" in TEXTS["docs/mechanisms.md"]
+    for name in TASKS:
+        assert f"| `{name}` |" in TEXTS["docs/tasks.md"]
+    for name in SUITES:
+        assert f"`{name}`" in TEXTS["docs/add-a-suite.md"]
+    targets = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|    )make ([a-z-]+)", everything):
+        assert f"\n{target}:" in targets, target
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 170
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", TEXTS[page], flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!http|#)([^)#]+)(?:#[^)]*)?\)", text):
+        assert ((ROOT / page).parent / link).exists(), link

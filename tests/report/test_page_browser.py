@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,28 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.browser import browser  # noqa: F401 - a fixture
 from tests.report.pages import HOSTILE, make_maps, make_run, make_text_run
 from tra.report.names import NAMES
 from tra.report.page import write_page
 
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-sync"]
-FLAGS += ["--disable-background-networking", "--disable-component-update"]
 ACCENT = "rgb(0, 95, 150)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        if "CI" in os.environ:
-            pytest.fail("the page's tests need Chromium here")
-        pytest.skip("no Chromium is installed (apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
 
 
 @dataclass
@@ -48,7 +30,7 @@ class Opened:
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Any]:
+def opened(browser: Any) -> Iterator[Any]:  # noqa: F811
     """Opens a file; at the end nothing may have been said, and nothing asked of the network."""
     all_opened: list[Opened] = []
 

@@ -1,0 +1,61 @@
+"""Show files from outside `docs/` as pages: a line `<!-- page: ../results/demo/README.md -->` becomes the file's text.
+
+Links in it keep their meaning: to another file that is a page, to that page; to any other file, to a copy that the site
+carries; to a folder, to the files of the folder that are read first. A link to nothing is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+PAGE = re.compile(r"^<!-- page: (\S+) -->$", re.MULTILINE)
+LINK = re.compile(r"(!?\[[^\]\n]*\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+FIRST_FILES = ("README.md", "eval.jsonl", "perplexity.jsonl", "config.json")
+
+
+def pages_of_files(docs: Path) -> dict[Path, Path]:
+    """Return which page shows which file: all files that pages name, and README.md as the opening page."""
+    found = {docs.parent / "README.md": docs / "index.md"}
+    for page in docs.rglob("*.md"):
+        for name in PAGE.findall(page.read_text()):
+            found[(page.parent / name).resolve()] = page
+    return found
+
+
+def move_links(text: str, source: Path, page: Path, pages: dict[Path, Path]) -> str:
+    """Return the text of file `source` with its links as they must read in `page`."""
+
+    def moved(link: re.Match[str]) -> str:
+        target = (source.parent / link[2]).resolve()
+        if target.is_dir():
+            target = next((found for name in FIRST_FILES for found in sorted(target.rglob(name))), target)
+        if not target.is_file():
+            raise ExtensionError(f"{source} links to {link[2]}, which is not a file")
+        target = pages.get(target, target)
+        return f"{link[1]}{os.path.relpath(target, page.parent)}{link[3] or ''})"
+
+    parts = re.split(r"(^```.*?^```|`[^`\n]+`(?!\]))", text, flags=re.MULTILINE | re.DOTALL)  # code is left alone
+    return "".join(part if place % 2 else LINK.sub(moved, part) for place, part in enumerate(parts))
+
+
+def read(app: Sphinx, name: str, content: list[str]) -> None:
+    """Put files in place of the lines that name them, and mend the links of the page itself."""
+    docs = Path(app.srcdir)
+    page, pages = docs / f"{name}.md", pages_of_files(docs)
+
+    def filled(found: re.Match[str]) -> str:
+        source = (page.parent / found[1]).resolve()
+        app.env.note_dependency(str(source))
+        return move_links(source.read_text(), source, page, pages)
+
+    content[0] = PAGE.sub(filled, move_links(content[0], page, page, pages))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", read)
+    return {"parallel_read_safe": True}
