@@ -105,7 +105,7 @@ def results(inputs: tuple[Tensor, ...], grad_out: Tensor | None, **options: Any)
 
 
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"heads": 2}, "tokens first", {"score_bound": 8.0}),
+    ({"heads": 2}, "tokens first", {"scale": 1, "score_bound": 8}),  # integers are taken as floats
     (
         {"heads": 4, "kv_heads": 2, "n_queries": 33, "n_keys": 80, "value_width": 40},
         "heads first",
@@ -212,6 +212,15 @@ def test_errors_are_the_same_after_good_calls() -> None:
         attend(query, key, value, gate, tolerance=2.0)
     with pytest.raises(ValueError, match="unknown impl"):
         tra.threshold_relative_attention(query, key, value, gate, impl="fast")
+
+
+def test_tensors_as_options_are_not_remembered() -> None:
+    """Their values may change."""
+    inputs = [x.detach() for x in inputs_for({}, "heads first")]
+    scale = torch.tensor(0.5)
+    before = attend(*inputs, scale=scale)
+    scale.fill_(0.25)
+    assert not torch.equal(attend(*inputs, scale=scale), before)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -392,7 +401,8 @@ def test_jit_trace_holds_the_operator() -> None:
     assert "tra::fused_forward" in str(traced.graph)
 
 
-def test_fake_tensors(through_api: list[int]) -> None:
+def test_fake_tensors(through_api: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_inputs, "reading_is_free", lambda _: False)
     inputs = [x.detach() for x in seen_inputs()]
     through_api.clear()
     with FakeTensorMode() as mode:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ MAX_KINDS = 512
 MAX_BACKWARD_PLANS = 16
 """Of one kind: gradients may come in several layouts."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+NUMBER_TYPES = (float, int, bool, str, type(None))
+"""Of arguments that are remembered: a tensor's value might change."""
 DECODE_KEYS_STEP = 16
 """Keys of a growing cache up to the next multiple of this are one kind: tiles have multiples of it."""
 takes: Callable[[Tensor], bool] = attrgetter("is_cuda")
@@ -57,6 +59,7 @@ class Kind(NamedTuple):
 
     key: Hashable
     pointers: list[int]
+    numbers: tuple[Any, ...]
     training: bool
     decodes: bool
     """If the call isn't one for decoding, keys are described too vaguely."""
@@ -99,7 +102,7 @@ def kind_of(
         n_keys = key.shape[2]
         steps = -(-n_keys // DECODE_KEYS_STEP) if n_keys >= DECODE_KEYS_STEP else -n_keys
         facts[4], facts[8] = (*key.shape[:2], steps, key.shape[3]), (*value.shape[:2], value.shape[3])
-    return Kind((current_device(), training, decodes, numbers, *facts), pointers, training, decodes)
+    return Kind((current_device(), training, decodes, numbers, *facts), pointers, numbers, training, decodes)
 
 
 class ForwardCall:
@@ -280,12 +283,16 @@ def learn(
 ) -> EagerCall | None:
     """Return what takes a call of a kind that was checked and chosen for the kernels, and remember it.
 
-    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, or with
-    keys of lengths of their own in the forward kernel.
+    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, numbers
+    of other types, or `key_lengths` in the forward kernel.
     """
     width = max(query.shape[3], value.shape[3])
     on_current = (query.device.index or 0) == current_device()
-    if why_unavailable(query.device, query.dtype, width) or not on_current or not options.scale > 0:
+    numbers_are_plain = all(type(number) in NUMBER_TYPES for number in kind.numbers)
+    if why_unavailable(query.device, query.dtype, width) or not (on_current and numbers_are_plain):
+        return None
+    options = AttentionOptions(*(None if number is None else float(number) for number in astuple(options)))  # type: ignore[arg-type]
+    if not options.scale > 0:
         return None
     decoding = choice.choose(choice.WITHIN_TRITON, choice.Call(query, key, value, log_forget, options)) == "decode"
     if decoding != kind.decodes or (not decoding and len(kind.pointers) > 4):
