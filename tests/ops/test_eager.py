@@ -214,6 +214,27 @@ def test_errors_are_the_same_after_good_calls() -> None:
         tra.threshold_relative_attention(query, key, value, gate, impl="fast")
 
 
+@pytest.mark.parametrize("n_queries", [20, 1])
+def test_one_tensor_in_several_places(n_queries: int, remembered: list[int]) -> None:
+    """The next call of the kind has a tensor in each place."""
+    inputs = inputs_for({"n_queries": n_queries, "n_keys": n_queries}, "heads first")
+    one = (inputs[0], inputs[0], inputs[0], inputs[3])
+    if n_queries == 1:
+        one, inputs = (tuple(x.detach() for x in some) for some in (one, inputs))
+        one = (one[0], one[0], one[0], one[3])
+
+    def call(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        out = attend(*tensors, score_bound=8.0)
+        if n_queries == 1:
+            return [out]
+        return [out.detach(), *torch.autograd.grad(out, tensors, inputs[2].detach())]
+
+    for tensors in (one, inputs, inputs, one):
+        expected = by_dispatcher(lambda tensors=tensors: call(tensors))
+        assert all(torch.equal(a, b) for a, b in zip(call(tensors), expected, strict=True))
+    assert remembered
+
+
 def test_tensors_as_options_are_not_remembered() -> None:
     """Their values may change."""
     inputs = [x.detach() for x in inputs_for({}, "heads first")]
@@ -540,9 +561,9 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(number: int) -> None:
         for turn in range(60):
             length = 17 + (number * 7 + turn) % 9
-            query = torch.zeros(1, 2, length, 16, device=DEVICE)
+            query, key, value = torch.zeros(3, 1, 2, length, 16, device=DEVICE)
             current.length, current.query = length, query.data_ptr()
-            out = attend(query, query, query, query[..., 0], score_bound=8.0)
+            out = attend(query, key, value, torch.zeros(1, 2, length, device=DEVICE), score_bound=8.0)
             if out.shape != query.shape:
                 wrong.append(out.shape)
 

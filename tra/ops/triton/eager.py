@@ -31,6 +31,7 @@ from tra.ops.triton.decode import decode_attention
 from tra.ops.triton.direct_launch import (
     ALIGNMENT,
     TRITON,
+    Launcher,
     LaunchPlan,
     LaunchRecorder,
     can_launch_directly,
@@ -105,6 +106,15 @@ def kind_of(
     return Kind((current_device(), training, decodes, numbers, *facts), pointers, numbers, training, decodes)
 
 
+def _launcher(record: bool, tensors: Sequence[Tensor | None], numbers: tuple[str, ...] = ()) -> Launcher:
+    """Return what launches, and records if wished and possible: one tensor in two places would be taken for one place.
+
+    In the next call of the kind they may be two.
+    """
+    places = [id(x) for x in tensors if x is not None]
+    return LaunchRecorder(tensors, numbers) if record and len(set(places)) == len(places) else TRITON
+
+
 class ForwardCall:
     """Calls of one kind that the forward kernel takes, with or without gradients."""
 
@@ -143,8 +153,7 @@ class ForwardCall:
             self.plan.launch(self.device, [*pointers, *self._pointers(seed, out, kept)])
             return out, kept, seed
         state = self.state(out, kept)
-        record = direct and self.may_record
-        launcher = LaunchRecorder((query, key, value, log_forget, seed, *state)) if record else TRITON
+        launcher = _launcher(direct and self.may_record, (query, key, value, log_forget, seed, *state))
         with without_autocast(self.device):
             run_forward(state, query, key, value, log_forget, None, None, seed, self.options, launcher)
         if isinstance(launcher, LaunchRecorder):
@@ -188,7 +197,7 @@ class ForwardCall:
             return grads
         state = self.state(out, kept)
         record = direct and tuple(facts) not in self.backward_plans
-        launcher = LaunchRecorder((grad_out, *inputs, seed, *state, *grads)) if record else TRITON
+        launcher = _launcher(record, (grad_out, *inputs, seed, *state, *grads))
         with without_autocast(self.device):
             run_backward(grads, grad_out, *inputs, None, None, seed, state, self.options, early, launcher=launcher)
         if isinstance(launcher, LaunchRecorder):
@@ -262,9 +271,8 @@ class DecodeCall:
             ranges = [0, 0] if first is None or last is None else [first.data_ptr(), last.data_ptr()]
             self.plan.launch(self.device, [*pointers[:4], *ranges, out.data_ptr()], n_keys)
             return out
-        record = direct and self.may_record
         tensors = (query, key, value, log_forget, first, last)
-        launcher = LaunchRecorder((*tensors, out), ("n_keys",)) if record else TRITON
+        launcher = _launcher(direct and self.may_record, (*tensors, out), ("n_keys",))
         with without_autocast(self.device):
             decode_attention(*tensors, None, self.options, out=out, launcher=launcher)
         if isinstance(launcher, LaunchRecorder):
