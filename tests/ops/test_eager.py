@@ -28,7 +28,7 @@ from tests.ops.test_fused import DEVICE, ON_GPU
 from tests.slow import slow
 from tra.ops import api, watchers
 from tra.ops import inputs as operator_inputs
-from tra.ops.triton import decode_plan, direct_launch, eager, launch
+from tra.ops.triton import backward, decode_plan, direct_launch, eager, launch
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
@@ -519,6 +519,17 @@ def test_gradients_in_other_layouts() -> None:
         for _ in range(2):
             got = results(inputs, grad_out, score_bound=8.0)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_chunks_in_backward_are_not_recorded(remembered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan would hold at once what chunks need one after another."""
+    monkeypatch.setattr(backward, "_transient_bytes", lambda _: 1)
+    inputs = inputs_for({"n_queries": 70}, "heads first")
+    grad_out = torch.ones_like(inputs[2])
+    expected = by_dispatcher(lambda: results(inputs, grad_out, score_bound=8.0))
+    for _ in range(2):
+        assert all(map(torch.equal, results(inputs, grad_out, score_bound=8.0), expected))
+    assert remembered == [1]  # the forward
 
 
 def test_no_tensor_stays_alive_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,8 @@ class LaunchRecorder(Launcher):
         for x in self._scratch:
             offsets.append(end)
             end += round_up(x.numel() * x.element_size())
+        if not self._launches:
+            return None
         n_values = len(self._tensors) + len(self._scratch) + len(self._numbers)
         launches = []
         for compiled, grid, named in self._launches:

@@ -186,22 +186,22 @@ class ForwardCall:
                     grad_out, *inputs, None, None, seed, *self.state(out, kept), *numbers
                 )
             return result
-        facts, pointers = described
+        facts, pointers = tuple(described[0]), described[1]
         grads = empty_gradients(*inputs)
         direct = can_launch_directly()
-        if (plan := self.backward_plans.get(tuple(facts))) is not None and direct:
+        if (plan := self.backward_plans.get(facts)) is not None and direct:
             plan.launch(
                 self.device,
                 [*pointers[:5], *self._pointers(seed, out, kept), *[x.data_ptr() for x in grads]],
             )
             return grads
         state = self.state(out, kept)
-        record = direct and tuple(facts) not in self.backward_plans
+        record = direct and facts not in self.backward_plans
         launcher = _launcher(record, (grad_out, *inputs, seed, *state, *grads))
         with without_autocast(self.device):
             run_backward(grads, grad_out, *inputs, None, None, seed, state, self.options, early, launcher=launcher)
         if isinstance(launcher, LaunchRecorder):
-            remember(self.backward_plans, tuple(facts), launcher.plan(), MAX_BACKWARD_PLANS)
+            remember(self.backward_plans, facts, launcher.plan(), MAX_BACKWARD_PLANS)
         return grads
 
     def _pointers(self, seed: Tensor | None, out: Tensor, kept: Tensor) -> list[int]:
