@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from benchmarks import command
 
-MEASURES = ("ms", "step_ms", "prefill_ms", "forward_ms", "backward_ms", "peak_mib")
+MEASURES = ("ms", "eager_ms", "us", "step_ms", "prefill_ms", "forward_ms", "backward_ms", "peak_mib")
 OTHER_MEASURES = {
     *("fastest_ms", "slowest_ms", "times_flash", "times_sdpa", "step_ratio", "peak_ratio", "ready_after_s", "finite"),
-    "tokens_per_second",
+    *("fastest_us", "slowest_us", "ratio", "tokens_per_second"),
 }
 WORSE_RATIO = 1.1
 

@@ -1,9 +1,10 @@
 """What a call costs the host, on a CPU and without launches: `python -m benchmarks.host_cost [--profile CASE]`.
 
 A proxy for machines without a GPU, never a GPU's number: Triton binds, specialises and looks up kernels as it does for
-Hopper, but what it would launch is a function that does nothing. PyTorch's other operators compute, on small
-tensors on the CPU. What is missing: the CUDA driver's launches and the caching allocator. The log is
-`results/bench/host-proxy.json`; on a GPU `tra bench host` measures the real thing.
+Hopper, but what it would launch is a function that does nothing. PyTorch's other operators compute, on small tensors on
+the CPU. What is missing: the CUDA driver's launches and the caching allocator. The log is
+`results/bench/host-proxy.json`; in it is also what each call takes when all go through PyTorch's dispatcher. On a GPU
+`tra bench host` measures the real thing.
 """
 
 from __future__ import annotations
@@ -170,9 +171,15 @@ def main() -> None:
                 call()
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
-    found = {name: microseconds(call) for name, call in cases.items()}
+    found: dict[str, dict[str, float]] = {}
+    for name, call in cases.items():
+        found[name] = {"us": microseconds(call)}
+        if not name.startswith(("rope", "Triton")):
+            eager.takes = lambda _: False
+            found[name]["through_dispatcher_us"] = microseconds(call)
+            eager.takes = lambda _: True
     about = {"what": "CPU proxy: kernel launches do nothing, other operators run on the CPU; not a GPU's time"}
-    about |= {"unit": "microseconds a call", "triton": triton.__version__}
+    about |= {"unit": "process time a call, median of rounds", "triton": triton.__version__}
     print(json.dumps(about | {"environment": environment(torch.device("cpu")), "calls": found}, indent=2))
 
 

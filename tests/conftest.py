@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tra.ops.triton import eager
 
 # Tensors make first examples slow; the number of examples, not a clock, bounds a property test.
 # On a build machine the examples are the same every time; HYPOTHESIS_EXAMPLES=500 searches further.
@@ -30,3 +33,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Started in the background, a shell may have us ignore Ctrl-C, and so would every process that a test starts and stops.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _forget_calls() -> None:
+    """On a GPU, let no test repeat the launches that another one's settings led to."""
+    eager.SEEN.clear()

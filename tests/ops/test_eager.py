@@ -28,7 +28,7 @@ from tests.ops.test_fused import DEVICE, ON_GPU
 from tests.slow import slow
 from tra.ops import api, watchers
 from tra.ops import inputs as operator_inputs
-from tra.ops.triton import decode_plan, direct_launch, eager, launch
+from tra.ops.triton import backward, decode_plan, direct_launch, eager, launch
 
 pytestmark = pytest.mark.filterwarnings(  # of the interpreter
     "ignore::DeprecationWarning:triton", "ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"
@@ -105,7 +105,7 @@ def results(inputs: tuple[Tensor, ...], grad_out: Tensor | None, **options: Any)
 
 
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"heads": 2}, "tokens first", {"score_bound": 8.0}),
+    ({"heads": 2}, "tokens first", {"scale": 1, "tolerance": 0}),  # integers are taken as floats
     (
         {"heads": 4, "kv_heads": 2, "n_queries": 33, "n_keys": 80, "value_width": 40},
         "heads first",
@@ -212,6 +212,36 @@ def test_errors_are_the_same_after_good_calls() -> None:
         attend(query, key, value, gate, tolerance=2.0)
     with pytest.raises(ValueError, match="unknown impl"):
         tra.threshold_relative_attention(query, key, value, gate, impl="fast")
+
+
+@pytest.mark.parametrize("n_queries", [20, 1])
+def test_one_tensor_in_several_places(n_queries: int, remembered: list[int]) -> None:
+    """The next call of the kind has a tensor in each place."""
+    inputs = inputs_for({"n_queries": n_queries, "n_keys": n_queries}, "heads first")
+    one = (inputs[0], inputs[0], inputs[0], inputs[3])
+    if n_queries == 1:
+        one, inputs = (tuple(x.detach() for x in some) for some in (one, inputs))
+        one = (one[0], one[0], one[0], one[3])
+
+    def call(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        out = attend(*tensors, score_bound=8.0)
+        if n_queries == 1:
+            return [out]
+        return [out.detach(), *torch.autograd.grad(out, tensors, inputs[2].detach())]
+
+    for tensors in (one, inputs, inputs, one):
+        expected = by_dispatcher(lambda tensors=tensors: call(tensors))
+        assert all(torch.equal(a, b) for a, b in zip(call(tensors), expected, strict=True))
+    assert remembered
+
+
+def test_tensors_as_options_are_not_remembered() -> None:
+    """Their values may change."""
+    inputs = [x.detach() for x in inputs_for({}, "heads first")]
+    scale = torch.tensor(0.5)
+    before = attend(*inputs, scale=scale)
+    scale.fill_(0.25)
+    assert not torch.equal(attend(*inputs, scale=scale), before)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -392,7 +422,8 @@ def test_jit_trace_holds_the_operator() -> None:
     assert "tra::fused_forward" in str(traced.graph)
 
 
-def test_fake_tensors(through_api: list[int]) -> None:
+def test_fake_tensors(through_api: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_inputs, "reading_is_free", lambda _: False)
     inputs = [x.detach() for x in seen_inputs()]
     through_api.clear()
     with FakeTensorMode() as mode:
@@ -490,6 +521,17 @@ def test_gradients_in_other_layouts() -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def test_chunks_in_backward_are_not_recorded(remembered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan would hold at once what chunks need one after another."""
+    monkeypatch.setattr(backward, "_transient_bytes", lambda _: 1)
+    inputs = inputs_for({"n_queries": 70}, "heads first")
+    grad_out = torch.ones_like(inputs[2])
+    expected = by_dispatcher(lambda: results(inputs, grad_out, score_bound=8.0))
+    for _ in range(2):
+        assert all(map(torch.equal, results(inputs, grad_out, score_bound=8.0), expected))
+    assert remembered == [1]  # the forward
+
+
 def test_no_tensor_stays_alive_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "MAX_KINDS", 3)
     alive = []
@@ -530,9 +572,9 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(number: int) -> None:
         for turn in range(60):
             length = 17 + (number * 7 + turn) % 9
-            query = torch.zeros(1, 2, length, 16, device=DEVICE)
+            query, key, value = torch.zeros(3, 1, 2, length, 16, device=DEVICE)
             current.length, current.query = length, query.data_ptr()
-            out = attend(query, query, query, query[..., 0], score_bound=8.0)
+            out = attend(query, key, value, torch.zeros(1, 2, length, device=DEVICE), score_bound=8.0)
             if out.shape != query.shape:
                 wrong.append(out.shape)
 

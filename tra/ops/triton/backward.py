@@ -97,24 +97,25 @@ def run_backward(
         n_blocks = -(-n_keys // tile.keys)
         rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
         once = rows >= n_queries
+        starter = launcher if once else TRITON  # a recorder would hold what all chunks need at once
         grad_k, grad_v = grads.key, grads.value
         if not once:
             grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grad_k, grad_v))
-        slope_inner = launcher.empty((*reference.shape, 2), torch.float32, q.device)
+        slope_inner = starter.empty((*reference.shape, 2), torch.float32, q.device)
         for chunk in range(0, n_queries, rows):
             blocks = -(-min(rows, n_queries - chunk) // tile.rows)
             n_rows = blocks * tile.rows
             # Causal rows don't see keys beyond the chunk's last query, so no program needs to visit these.
             seen = n_keys if once or first is not None else min(n_keys, n_keys - n_queries + chunk + n_rows)
             seen_blocks = -(-seen // tile.keys)
-            offsets = launcher.empty(batch * heads * n_blocks * n_rows, torch.float32, q.device)
-            walk_ends = launcher.empty(batch * heads * blocks * 2, torch.int32, q.device)
+            offsets = starter.empty(batch * heads * n_blocks * n_rows, torch.float32, q.device)
+            walk_ends = starter.empty(batch * heads * blocks * 2, torch.int32, q.device)
             listed = batch * heads * n_blocks * blocks if skip else 0
-            row_blocks = launcher.empty(listed, torch.int32, q.device)
+            row_blocks = starter.empty(listed, torch.int32, q.device)
             # Long walks are launched head by head, which was measured to be faster.
             order = heads_sorted_together(batch * heads, blocks, early) if short else 1
             sizes = (chunk, n_rows, n_blocks, n_queries, n_keys, heads, heads // kv_heads)
-            launcher.launch(
+            starter.launch(
                 query_gradient_kernel, (blocks * batch * heads,),
                 q, k, v, log_forget, first, last, seed, out, out_error, g, reference, total, stop, counted_right,
                 query_factor, grads.query, grads.forget, slope_inner, offsets, walk_ends,
@@ -127,7 +128,7 @@ def run_backward(
                 num_warps=tile.query_warps, num_stages=tile.query_stages,
                 **launch.register_limit(tile.query_registers),
             )  # fmt: skip
-            launcher.launch(
+            starter.launch(
                 key_gradient_kernel, (seen_blocks * batch * kv_heads,),
                 q, k, v, first, last, seed, g, reference, total, key_factor, grad_k, grad_v, slope_inner, offsets,
                 walk_ends, row_blocks, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3],

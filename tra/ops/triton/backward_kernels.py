@@ -243,6 +243,25 @@ def _key_gradient_block(
 
 
 @triton.jit
+def _walks_that_read(p_walk_ends, j, o_i, blocks):
+    """Return 1 for the row blocks `o_i` whose walk read key block j, else 0."""
+    b_oldest = tl.load(p_walk_ends + 2 * o_i, mask=o_i < blocks, other=LARGE_INDEX)
+    b_newest = tl.load(p_walk_ends + 2 * o_i + 1, mask=o_i < blocks, other=-1)
+    return ((b_oldest <= j) & (j <= b_newest)).to(tl.int32)
+
+
+@triton.jit
+def _is_read(WALK_ENDS, i_bh, group, j, blocks):
+    """Return whether a walk of `group` heads, from i_bh on, read key block j."""
+    readers = j * 0
+    for i_g in range(group):
+        for part in range(tl.cdiv(blocks, LISTED_AT_ONCE)):
+            o_i = part * LISTED_AT_ONCE + tl.arange(0, LISTED_AT_ONCE)
+            readers += tl.sum(_walks_that_read(WALK_ENDS + (i_bh + i_g) * blocks * 2, j, o_i, blocks))
+    return readers > 0
+
+
+@triton.jit
 def _list_row_blocks(p_walk_ends, p_row_blocks, j, first, blocks, whole_from, ROW_RATIO: tl.constexpr):
     """List the row blocks, from `first` on, whose walk read key block j.
 
@@ -251,10 +270,7 @@ def _list_row_blocks(p_walk_ends, p_row_blocks, j, first, blocks, whole_from, RO
     n_listed, n_partial = j * 0, j * 0
     for part in range(first // LISTED_AT_ONCE, tl.cdiv(blocks, LISTED_AT_ONCE)):
         o_i = part * LISTED_AT_ONCE + tl.arange(0, LISTED_AT_ONCE)
-        m_i = o_i < blocks
-        b_oldest = tl.load(p_walk_ends + 2 * o_i, mask=m_i, other=LARGE_INDEX)
-        b_newest = tl.load(p_walk_ends + 2 * o_i + 1, mask=m_i, other=-1)
-        b_visits = ((b_oldest <= j) & (j <= b_newest)).to(tl.int32)
+        b_visits = _walks_that_read(p_walk_ends, j, o_i, blocks)
         here = tl.sum(b_visits)
         if here > 0:
             tl.store(p_row_blocks + n_listed + tl.cumsum(b_visits, 0) - 1, o_i, mask=b_visits > 0)
@@ -290,13 +306,17 @@ def key_gradient_kernel(
     i_b, i_hk = (i_bk // kv_heads).to(tl.int64), (i_bk % kv_heads).to(tl.int64)
     o_n = tl.arange(0, BN)
     o_k = j * BN + o_n
-    b_k = load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_keys, D, BD, BN, True)
-    b_v = load_tile(V + i_b * stride_vb + i_hk * stride_vh, j * BN, stride_v, n_keys, DV, BDV, BN, True)
+    blocks = n_rows // BM
+    n_loaded, blocks_to_list = n_keys, blocks // ROW_RATIO
+    if SKIP and ACCUMULATE:  # many chunks: few of their walks read these keys, and without any nothing is loaded
+        is_read = _is_read(WALK_ENDS, i_b * heads + i_hk * group, group, j, blocks_to_list)
+        n_loaded, blocks_to_list = tl.where(is_read, n_keys, 0), tl.where(is_read, blocks_to_list, 0)
+    b_k = load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_loaded, D, BD, BN, True)
+    b_v = load_tile(V + i_b * stride_vb + i_hk * stride_vh, j * BN, stride_v, n_loaded, DV, BDV, BN, True)
     triangle = ones_triangle(BN, MARGIN, True).to(tl.bfloat16 if V.dtype.element_ty == tl.bfloat16 else tl.float16)
     b_column = dropout_columns(SEED, o_k) if DROPOUT else o_k
     b_dk, b_dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
 
-    blocks = n_rows // BM
     touched = 0
     for i_g in range(group):
         i_h = i_hk * group + i_g
@@ -316,7 +336,7 @@ def key_gradient_kernel(
         if SKIP:
             p_walk_ends = WALK_ENDS + i_bh * (blocks // ROW_RATIO) * 2
             end_block, whole_from = _list_row_blocks(
-                p_walk_ends, p_row_blocks, j, first_block // ROW_RATIO, blocks // ROW_RATIO, whole_from, ROW_RATIO
+                p_walk_ends, p_row_blocks, j, first_block // ROW_RATIO, blocks_to_list, whole_from, ROW_RATIO
             )
             first_block, whole_from, end_block = first_block * 0, whole_from * ROW_RATIO, end_block * ROW_RATIO
         whole_from = tl.minimum(tl.maximum(whole_from, first_block), end_block)

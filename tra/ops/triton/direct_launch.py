@@ -25,7 +25,7 @@ from torch import Tensor
 TRITON_VERSIONS = ("3.6.",)
 """Those whose source was read for this."""
 ALIGNMENT = 16
-"""Bytes. Pointers and other numbers that are multiples of it have kernels of their own."""
+"""Bytes. Pointers that are multiples of it have kernels of their own. What PyTorch allocates is aligned to far more."""
 SCRATCH_ALIGNMENT = 256
 """Bytes, of the parts of one allocation."""
 
@@ -103,6 +103,8 @@ class LaunchRecorder(Launcher):
         return self._scratch[-1]
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        fixed = set(kernel.arg_names) - set(getattr(kernel, "do_not_specialize", kernel.arg_names))
+        assert not fixed & set(self._numbers)  # Triton might need another kernel for another number
         compiled = launch_by_triton(kernel, grid, arguments, constants)
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
         named = {name: given[name] for name in kernel.arg_names}
@@ -115,6 +117,8 @@ class LaunchRecorder(Launcher):
         for x in self._scratch:
             offsets.append(end)
             end += round_up(x.numel() * x.element_size())
+        if not self._launches:
+            return None
         n_values = len(self._tensors) + len(self._scratch) + len(self._numbers)
         launches = []
         for compiled, grid, named in self._launches:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from tra.ops.triton.decode import decode_attention
 from tra.ops.triton.direct_launch import (
     ALIGNMENT,
     TRITON,
+    Launcher,
     LaunchPlan,
     LaunchRecorder,
     can_launch_directly,
@@ -46,6 +47,8 @@ MAX_KINDS = 512
 MAX_BACKWARD_PLANS = 16
 """Of one kind: gradients may come in several layouts."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+NUMBER_TYPES = (float, int, bool, str, type(None))
+"""Of arguments that are remembered: a tensor's value might change."""
 DECODE_KEYS_STEP = 16
 """Keys of a growing cache up to the next multiple of this are one kind: tiles have multiples of it."""
 takes: Callable[[Tensor], bool] = attrgetter("is_cuda")
@@ -57,6 +60,7 @@ class Kind(NamedTuple):
 
     key: Hashable
     pointers: list[int]
+    numbers: tuple[Any, ...]
     training: bool
     decodes: bool
     """If the call isn't one for decoding, keys are described too vaguely."""
@@ -99,7 +103,16 @@ def kind_of(
         n_keys = key.shape[2]
         steps = -(-n_keys // DECODE_KEYS_STEP) if n_keys >= DECODE_KEYS_STEP else -n_keys
         facts[4], facts[8] = (*key.shape[:2], steps, key.shape[3]), (*value.shape[:2], value.shape[3])
-    return Kind((current_device(), training, decodes, numbers, *facts), pointers, training, decodes)
+    return Kind((current_device(), training, decodes, numbers, *facts), pointers, numbers, training, decodes)
+
+
+def _launcher(record: bool, tensors: Sequence[Tensor | None], numbers: tuple[str, ...] = ()) -> Launcher:
+    """Return what launches, and records if wished and possible: one tensor in two places would be taken for one place.
+
+    In the next call of the kind they may be two.
+    """
+    places = [id(x) for x in tensors if x is not None]
+    return LaunchRecorder(tensors, numbers) if record and len(set(places)) == len(places) else TRITON
 
 
 class ForwardCall:
@@ -140,8 +153,7 @@ class ForwardCall:
             self.plan.launch(self.device, [*pointers, *self._pointers(seed, out, kept)])
             return out, kept, seed
         state = self.state(out, kept)
-        record = direct and self.may_record
-        launcher = LaunchRecorder((query, key, value, log_forget, seed, *state)) if record else TRITON
+        launcher = _launcher(direct and self.may_record, (query, key, value, log_forget, seed, *state))
         with without_autocast(self.device):
             run_forward(state, query, key, value, log_forget, None, None, seed, self.options, launcher)
         if isinstance(launcher, LaunchRecorder):
@@ -174,22 +186,22 @@ class ForwardCall:
                     grad_out, *inputs, None, None, seed, *self.state(out, kept), *numbers
                 )
             return result
-        facts, pointers = described
+        facts, pointers = tuple(described[0]), described[1]
         grads = empty_gradients(*inputs)
         direct = can_launch_directly()
-        if (plan := self.backward_plans.get(tuple(facts))) is not None and direct:
+        if (plan := self.backward_plans.get(facts)) is not None and direct:
             plan.launch(
                 self.device,
                 [*pointers[:5], *self._pointers(seed, out, kept), *[x.data_ptr() for x in grads]],
             )
             return grads
         state = self.state(out, kept)
-        record = direct and tuple(facts) not in self.backward_plans
-        launcher = LaunchRecorder((grad_out, *inputs, seed, *state, *grads)) if record else TRITON
+        record = direct and facts not in self.backward_plans
+        launcher = _launcher(record, (grad_out, *inputs, seed, *state, *grads))
         with without_autocast(self.device):
             run_backward(grads, grad_out, *inputs, None, None, seed, state, self.options, early, launcher=launcher)
         if isinstance(launcher, LaunchRecorder):
-            remember(self.backward_plans, tuple(facts), launcher.plan(), MAX_BACKWARD_PLANS)
+            remember(self.backward_plans, facts, launcher.plan(), MAX_BACKWARD_PLANS)
         return grads
 
     def _pointers(self, seed: Tensor | None, out: Tensor, kept: Tensor) -> list[int]:
@@ -259,9 +271,8 @@ class DecodeCall:
             ranges = [0, 0] if first is None or last is None else [first.data_ptr(), last.data_ptr()]
             self.plan.launch(self.device, [*pointers[:4], *ranges, out.data_ptr()], n_keys)
             return out
-        record = direct and self.may_record
         tensors = (query, key, value, log_forget, first, last)
-        launcher = LaunchRecorder((*tensors, out), ("n_keys",)) if record else TRITON
+        launcher = _launcher(direct and self.may_record, (*tensors, out), ("n_keys",))
         with without_autocast(self.device):
             decode_attention(*tensors, None, self.options, out=out, launcher=launcher)
         if isinstance(launcher, LaunchRecorder):
@@ -280,12 +291,16 @@ def learn(
 ) -> EagerCall | None:
     """Return what takes a call of a kind that was checked and chosen for the kernels, and remember it.
 
-    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, or with
-    keys of lengths of their own in the forward kernel.
+    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, numbers
+    of other types, or `key_lengths` in the forward kernel.
     """
     width = max(query.shape[3], value.shape[3])
     on_current = (query.device.index or 0) == current_device()
-    if why_unavailable(query.device, query.dtype, width) or not on_current or not options.scale > 0:
+    numbers_are_plain = all(type(number) in NUMBER_TYPES for number in kind.numbers)
+    if why_unavailable(query.device, query.dtype, width) or not (on_current and numbers_are_plain):
+        return None
+    options = AttentionOptions(*(None if number is None else float(number) for number in astuple(options)))  # type: ignore[arg-type]
+    if not options.scale > 0:
         return None
     decoding = choice.choose(choice.WITHIN_TRITON, choice.Call(query, key, value, log_forget, options)) == "decode"
     if decoding != kind.decodes or (not decoding and len(kind.pointers) > 4):
