@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tra import unknown_name
-from tra.attention import MECHANISMS, BoundedCache, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
-from tra.attention.shared.cache import PackedLayer
+from tra.attention import MECHANISMS, Cache, LayerCache, StaticCache, ThresholdRelativeAttention
+from tra.attention.shared.cache import PackedLayer, PackedRows
 from tra.attention.shared.inputs import check_masks
 from tra.attention.shared.paged_cache import PagedRows
 from tra.attention.shared.positions import positions
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | BoundedCache | None = None,
+        cache: Cache | PackedRows | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return logits of the next token, `[B, T]` -> `[B, T, V]`. Arguments as for `hidden`."""
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | BoundedCache | None = None,
+        cache: Cache | PackedRows | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, which the head reads: `[B, T]` -> `[B, T, d_model]`.
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         stop_tokens: Sequence[int] = (),
         vocabulary: int | None = None,
         capacity: int | Literal["static"] | None = None,
-        cache: Cache | StaticCache | BoundedCache | None = None,
+        cache: Cache | PackedRows | None = None,
         prefill_chunk: int | None = None,
         graph: bool | None = None,
         stream: Callable[[Tensor], None] | None = None,
@@ -345,7 +345,9 @@ def run_layers(
     layers = list(layers)
     mechanism: Any = layers[0].self_attn
     if isinstance(cache, PagedRows) and not mechanism.takes_pages:
-        raise ValueError(f"{type(mechanism).__name__} can't use a bounded cache: it is for TRA and rope")
+        raise ValueError(
+            f"{type(mechanism).__name__} can't use keys in pages: bounded caches and serving need tra or rope"
+        )
     past = 0 if cache is None else cache.length
     if key_mask is not None or document_ids is not None:
         check_masks(x, key_mask, past, document_ids)

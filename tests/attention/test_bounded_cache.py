@@ -247,7 +247,7 @@ def test_who_can_use_one() -> None:
             lambda m: m(tokens(1, 3), cache=BoundedCache(2, 9)),
             lambda m: m.generate(tokens(1, 3), 2, cache=BoundedCache(2, 9)),
         ):
-            with pytest.raises(ValueError, match="can't use a bounded cache: it is for TRA and rope"), torch.no_grad():
+            with pytest.raises(ValueError, match="can't use keys in pages: bounded caches"), torch.no_grad():
                 use(decoder(mechanism))
 
 
