@@ -34,6 +34,7 @@ def test_its_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert {first[:2], second[:2]} == {"0 ", "1 "}
 
 
+@pytest.mark.slow
 def test_its_calibration_runs() -> None:
     (block,) = blocks_with("calibrate(")
     names: dict[str, Any] = {"BoundedCache": tra.BoundedCache, "prompt": tokens(1, 40) % 5}
