@@ -25,12 +25,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def alone(model: tra.Decoder, request: Request, windows: int | list[int] | None = None) -> list[int]:
     """What `generate` says."""
-    sampling = request.sampling
-    generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
+    sampling, device = request.sampling, model.lm_head.weight.device
+    generator = None if request.seed is None else torch.Generator(device).manual_seed(request.seed)
     drawn = (sampling.temperature, generator)
     more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "stop_tokens": request.stop_tokens}
     cache = None if windows is None else BoundedCache(2, windows)
-    ids = torch.tensor([request.tokens])
+    ids = torch.tensor([request.tokens], device=device)
     return model.generate(ids, request.max_new_tokens, None, *drawn, cache=cache, **more)[0].tolist()  # type: ignore[arg-type]
 
 
@@ -71,6 +71,12 @@ def test_however_rows_and_chunks_are_cut(max_rows: int, prefill_chunk: int) -> N
 @MECHANISM
 def test_windows_as_in_a_bounded_cache(mechanism: str) -> None:
     check(decoder(mechanism).float(), 12, [20, 70], prefill_chunk=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows", [None, [20, 70]])
+def test_on_a_gpu(windows: list[int] | None) -> None:
+    check(decoder("tra", d_model=64).float().cuda(), 12, windows, prefill_chunk=64)
 
 
 def watched(server: Server) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ from tests.slow import slow
 from tra.attention import MECHANISMS, BoundedCache
 from tra.attention.shared import inputs as attention_inputs
 from tra.model import run_layers
-from tra.ops import api, choice, full_map
+from tra.ops import api, choice, full_map, reference
 from tra.ops.visible import Visible
 
 TAKE_PAGES = ["tra", "tra-threshold-only", "rope"]
@@ -35,7 +35,7 @@ def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
         layer = (layer + 1) % len(windows)
         return windows[layer]
 
-    def reference(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, *rest: object) -> Tensor:
+    def definition(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, *rest: object) -> Tensor:
         visible, options, _ = rest
         assert isinstance(visible, Visible)
         first = (visible.last - next_window() + 1).clamp(min=0)
@@ -56,7 +56,7 @@ def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(api.IN_PYTORCH, "reference", reference)
+        patch.setitem(api.IN_PYTORCH, "reference", definition)
         patch.setattr(choice, "MAX_REFERENCE_KEYS", 10**9)
         patch.setattr("tra.attention.nope.softmax_attention", softmax)
         yield
@@ -136,6 +136,21 @@ def test_nothing_grows(mechanism: str) -> None:
         seen.append((cache.memory_bytes, *(buffer.data_ptr() for buffer in layer._buffers or ())))
     assert len(set(seen)) == 1
     assert cache.length == 10_000
+
+
+@torch.no_grad()
+def test_a_step_reads_no_more_late_than_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the maps that a token's layers compute, at token 130 and at token 3,000."""
+    model, cache, text, read = decoder("tra"), BoundedCache(2, [20, 90], chunk=100), tokens(1, 3000), []
+    original = reference.full_attention_map
+    monkeypatch.setattr(
+        reference, "full_attention_map", lambda *given: read.append(given[1].shape[2]) or original(*given)
+    )
+    for start, end in ((0, 100), (100, 129), (129, 130), *((at, at + 10) for at in range(130, 2999, 100))):
+        model(text[:, start:end], cache=cache)
+    early = read[4:6]
+    model(text[:, -1:], cache=cache)
+    assert read[-2:] == early == [128, 192]
 
 
 @MECHANISM
