@@ -25,12 +25,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def alone(model: tra.Decoder, request: Request, windows: int | list[int] | None = None) -> list[int]:
     """What `generate` says."""
-    sampling = request.sampling
-    generator = None if request.seed is None else torch.Generator().manual_seed(request.seed)
+    sampling, device = request.sampling, model.lm_head.weight.device
+    generator = None if request.seed is None else torch.Generator(device).manual_seed(request.seed)
     drawn = (sampling.temperature, generator)
     more = {"top_k": sampling.top_k, "top_p": sampling.top_p, "stop_tokens": request.stop_tokens}
     cache = None if windows is None else BoundedCache(2, windows)
-    ids = torch.tensor([request.tokens])
+    ids = torch.tensor([request.tokens], device=device)
     return model.generate(ids, request.max_new_tokens, None, *drawn, cache=cache, **more)[0].tolist()  # type: ignore[arg-type]
 
 
@@ -38,14 +38,14 @@ def requests() -> list[Request]:
     """Short and long, some with the same beginning, drawn ones, one that stops, one of a single token."""
     shared = prompt(150, seed=1)
     return [
-        Request(prompt(9), 70),
+        Request(prompt(9), 60),
         Request(shared + prompt(20, seed=2), 5),
         Request(prompt(1, seed=3), 12, DRAWN, seed=5),
         Request(shared, 3),
         Request(shared + prompt(7, seed=4), 9, DRAWN, seed=6),
         Request(prompt(64, seed=5), 2),
-        Request(prompt(65, seed=6), 30, stop_tokens=[2, 3]),
-        Request(shared[:128], 40),
+        Request(prompt(65, seed=6), 12, stop_tokens=[2, 3]),
+        Request(shared[:128], 9),
     ]
 
 
@@ -73,6 +73,12 @@ def test_windows_as_in_a_bounded_cache(mechanism: str) -> None:
     check(decoder(mechanism).float(), 12, [20, 70], prefill_chunk=64)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows", [None, [20, 70]])
+def test_on_a_gpu(windows: list[int] | None) -> None:
+    check(decoder("tra", d_model=64).float().cuda(), 12, windows, prefill_chunk=64)
+
+
 def watched(server: Server) -> Iterator[tuple[int, int]]:
     """Pages in use and rows after each step."""
     while server.is_busy:
@@ -83,7 +89,7 @@ def watched(server: Server) -> Iterator[tuple[int, int]]:
 def test_memory_is_never_more_than_the_pool() -> None:
     """Three texts of three pages each, in a pool of four: those that come later lose their pages, and come back."""
     model, said, heard = decoder("tra").float(), {}, []
-    asked = [Request(prompt(60, seed=seed), 100) for seed in range(3)]
+    asked = [Request(prompt(60, seed=seed), 75) for seed in range(3)]
     server = Server(model, 4, stream=lambda number, token: heard.append((number, token)))
     for request in asked:
         server.submit(request)
@@ -133,10 +139,10 @@ def test_a_shared_beginning_is_stored_and_read_once() -> None:
 def test_the_pages_of_a_window_are_given_back() -> None:
     """A text of any length has as many pages as the window needs."""
     server = Server(decoder("tra").float(), 4, windows=[30, 60], prefill_chunk=64)
-    server.submit(Request(prompt(500), 300))
+    server.submit(Request(prompt(500), 100))
     used = [used for used, _ in watched(server)]
     assert max(used) <= 3
-    assert len(used) > 300
+    assert len(used) > 100
 
 
 def test_requests_are_taken_as_they_are_needed() -> None:
