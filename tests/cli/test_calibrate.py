@@ -98,7 +98,7 @@ def test_a_task(command: Command, runs: Path) -> None:
         (("demo", "--out", "held-out.txt"), "windows are written to a .json file, got held-out.txt"),
         (("demo", "--out", "demo/config.json"), "demo/config.json exists, and is not a calibration"),
         (("demo", "--out", "demo"), "demo is a folder: name a .json file to write to"),
-        (("rope",), "rope has no windows to calibrate: a bounded cache is for TRA"),
+        (("rope",), "rope has no windows to calibrate: they are measured for TRA"),
         (("text-demo", "--statistic", "median"), "invalid choice 'median'"),
     ],
 )

@@ -13,7 +13,7 @@ from tra.attention.shared.pages import PAGE_SIZE, Pages, WindowGuard
 from tra.ops.visible import PagedKeys
 
 
-def new_guard(guard: bool | float) -> WindowGuard | None:
+def _new_guard(guard: bool | float) -> WindowGuard | None:
     """Return what `BoundedCache` is asked for."""
     if guard is False:
         return None
@@ -97,7 +97,7 @@ class BoundedCache(PagedRows):
         self.sinks = sinks
         pinned = -(-sinks // PAGE_SIZE)
         self.layers: list[RingLayer] = [
-            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), new_guard(guard))
+            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), _new_guard(guard))
             for window in windows
         ]
         self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
