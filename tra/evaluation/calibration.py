@@ -79,7 +79,7 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def check_windowed(mechanism: str) -> None:
-    """Raise a ValueError for a mechanism that isn't TRA, whose distances alone stay the same inside a window."""
+    """Raise a ValueError for a mechanism that is neither TRA nor its form without a gate."""
     if not issubclass(MECHANISMS[mechanism], ThresholdRelativeAttention):
         raise ValueError(f"{mechanism} has no windows to calibrate: they are measured for TRA")
 
