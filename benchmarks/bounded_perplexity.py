@@ -122,7 +122,7 @@ def measure(
     device: torch.device,
     precision: str,
 ) -> npt.NDArray[np.float64]:
-    """Return (sum of nats, tokens) of each document in the second halves of the texts."""
+    """Return (sum of nats, tokens) of each document, or part of one, in the second halves of the texts."""
     found = []
     for start in text_starts(stream, length, texts):
         ids = np.asarray(stream.tokens[start : start + length]).astype(np.int64)
@@ -158,10 +158,11 @@ def bench_bounded_perplexity(
             whole = found if whole is None else whole
             total, tokens = found.sum(0)
             row: dict[str, Any] = {"run": run.path.name, "variant": variant, "length": length} | reading._asdict()
-            row |= {"perplexity": math.exp(total / tokens), "tokens": int(tokens), "documents": len(found)}
+            row |= {"perplexity": round(math.exp(total / tokens), 5), "tokens": int(tokens), "documents": len(found)}
             if len(found) > 1:
-                row["95 %"] = [math.exp(end) for end in bootstrap_interval(found[:, 0], found[:, 1])]
-                row["times whole"], *row["times whole, 95 %"] = perplexity_ratio(found, whole)
+                row["95 %"] = [round(math.exp(end), 5) for end in bootstrap_interval(found[:, 0], found[:, 1])]
+                times = [round(ratio, 7) for ratio in perplexity_ratio(found, whole)]
+                row |= {"times whole": times[0], "times whole, 95 %": times[1:]}
             rows.append(row | {"seconds": round(time.monotonic() - begun, 1)})
     return rows
 

@@ -157,7 +157,7 @@ def bench_eviction(
             gain = by_head.mean(-1)
             ends = bootstrap_interval(gain, np.ones(len(gain)))
             row["shifted less than window, 95 %"] = [round(float(x), 6) + 0.0 for x in (gain.mean(), *ends)]
-            row["by layer and head"] = by_head.mean(0).round(6).tolist()
+            row["by layer and head"] = by_head.mean(0).astype(np.float64).round(6).tolist()
         rows.append(row)
     return rows
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from tra import unknown_name
 from tra.attention import (
     MECHANISMS,
-    BoundedCache,
     Cache,
     LayerCache,
     Mechanism,
     StaticCache,
     ThresholdRelativeAttention,
 )
-from tra.attention.shared.cache import PackedLayer
+from tra.attention.shared.cache import PackedLayer, PackedRows
 from tra.attention.shared.inputs import check_masks
 from tra.attention.shared.paged_cache import PagedRows
 from tra.attention.shared.positions import positions
@@ -241,7 +240,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | BoundedCache | None = None,
+        cache: Cache | PackedRows | None = None,
         document_ids: Tensor | None = None,
         parts: SequenceParts | None = None,
     ) -> Tensor:
@@ -252,7 +251,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         key_mask: Tensor | None = None,
-        cache: Cache | StaticCache | BoundedCache | None = None,
+        cache: Cache | PackedRows | None = None,
         document_ids: Tensor | None = None,
         *,
         parts: SequenceParts | None = None,
@@ -297,7 +296,7 @@ class Decoder(nn.Module):
         stop_tokens: Sequence[int] = (),
         vocabulary: int | None = None,
         capacity: int | Literal["static"] | None = None,
-        cache: Cache | StaticCache | BoundedCache | None = None,
+        cache: Cache | PackedRows | None = None,
         prefill_chunk: int | None = None,
         graph: bool | None = None,
         stream: Callable[[Tensor], None] | None = None,
@@ -393,7 +392,9 @@ def run_layers(
     layers = list(layers)
     mechanism: Any = layers[0].self_attn
     if isinstance(cache, PagedRows) and not mechanism.takes_pages:
-        raise ValueError(f"{type(mechanism).__name__} can't use a bounded cache: it is for TRA and rope")
+        raise ValueError(
+            f"{type(mechanism).__name__} can't use keys in pages: bounded caches and serving need tra or rope"
+        )
     past = 0 if cache is None else cache.length
     if key_mask is not None or document_ids is not None:
         check_masks(x, key_mask, past, document_ids)

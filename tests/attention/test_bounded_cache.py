@@ -18,7 +18,7 @@ from tests.slow import slow
 from tra.attention import MECHANISMS, BoundedCache
 from tra.attention.shared import inputs as attention_inputs
 from tra.model import run_layers
-from tra.ops import api, choice, full_map
+from tra.ops import api, choice, full_map, reference
 from tra.ops.visible import Visible
 
 TAKE_PAGES = ["tra", "tra-threshold-only", "rope"]
@@ -35,7 +35,7 @@ def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
         layer = (layer + 1) % len(windows)
         return windows[layer]
 
-    def reference(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, *rest: object) -> Tensor:
+    def definition(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, *rest: object) -> Tensor:
         visible, options, _ = rest
         assert isinstance(visible, Visible)
         first = (visible.last - next_window() + 1).clamp(min=0)
@@ -56,7 +56,7 @@ def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(api.IN_PYTORCH, "reference", reference)
+        patch.setitem(api.IN_PYTORCH, "reference", definition)
         patch.setattr(choice, "MAX_REFERENCE_KEYS", 10**9)
         patch.setattr("tra.attention.nope.softmax_attention", softmax)
         yield
@@ -77,7 +77,7 @@ def read(model: tra.Decoder, text: Tensor, cache: BoundedCache, chunks: list[int
 @MECHANISM
 def test_with_room_for_everything_it_is_the_full_cache(mechanism: str) -> None:
     model, ids = decoder(mechanism), tokens(3, 40)
-    for chunks in ([1] * 40, [40], [17, 1, 22]):
+    for chunks in ([40], [17] + [1] * 5 + [18]):
         found = read(model, ids, BoundedCache(2, 40, chunk=1), chunks)
         with torch.no_grad():
             torch.testing.assert_close(found, model(ids), **EXACT)
@@ -88,12 +88,11 @@ def test_with_room_for_everything_it_is_the_full_cache(mechanism: str) -> None:
 def test_a_window_hides_what_is_older(mechanism: str, margin: float) -> None:
     """Over several turns of the rings, with a window for each layer, read in chunks and token by token."""
     changes = {} if mechanism == "rope" else {"margin": margin}
-    model, ids, windows = decoder(mechanism, **changes), tokens(2, 400), [30, 100]
+    model, ids, windows = decoder(mechanism, **changes), tokens(2, 300), [30, 100]
     right = windowed(model, ids, windows)
     assert not torch.allclose(right, windowed(model, ids, [30, 101]), **EXACT)
-    chunk = 400 // 16
-    for chunks in ([chunk] * 16, [7, 20] + [1] * 373):
-        cache = BoundedCache(2, windows, chunk=chunk)
+    for chunks in ([25] * 12, [7, 20] + [1] * 120 + [25] * 6 + [3]):
+        cache = BoundedCache(2, windows, chunk=25)
         torch.testing.assert_close(read(model, ids, cache, chunks), right, **EXACT)
         assert cache.memory_bytes == sum(2 * 2 * (2 * columns + 1) * 64 * 8 * 8 for columns in (1, 2))
 
@@ -139,6 +138,21 @@ def test_nothing_grows(mechanism: str) -> None:
     assert cache.length == 10_000
 
 
+@torch.no_grad()
+def test_a_step_reads_no_more_late_than_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the maps that a token's layers compute, at token 130 and at token 3,000."""
+    model, cache, text, read = decoder("tra"), BoundedCache(2, [20, 90], chunk=100), tokens(1, 3000), []
+    original = reference.full_attention_map
+    monkeypatch.setattr(
+        reference, "full_attention_map", lambda *given: read.append(given[1].shape[2]) or original(*given)
+    )
+    for start, end in ((0, 100), (100, 129), (129, 130), *((at, at + 10) for at in range(130, 2999, 100))):
+        model(text[:, start:end], cache=cache)
+    early = read[4:6]
+    model(text[:, -1:], cache=cache)
+    assert read[-2:] == early == [128, 192]
+
+
 @MECHANISM
 def test_generation_is_that_of_the_window(mechanism: str) -> None:
     """Greedy, from a prompt longer than the window, padded, in float32, against the whole text read again each time."""
@@ -162,7 +176,7 @@ def test_sampling_and_stop_tokens_as_with_any_cache() -> None:
 
 
 def test_the_kernels_say_the_same() -> None:
-    model, ids = decoder("tra", d_model=64, n_layers=1).float(), tokens(2, 70)
+    model, ids = decoder("tra", d_model=16, n_layers=1, n_heads=1, n_kv_heads=1).float(), tokens(1, 70)
     expected = model.generate(ids, 3, cache=BoundedCache(1, 20, chunk=40)).tolist()
     for block in model.layers:
         block.self_attn.impl = "triton"
@@ -186,14 +200,14 @@ def test_the_guard_counts_who_asks_for_more() -> None:
 
 
 def test_the_guard_can_have_a_tolerance_of_its_own() -> None:
-    """The larger it is, the fewer queries count; and the text is the same."""
+    """The larger it is, the fewer queries count."""
     model, ids, counts = decoder("tra"), tokens(2, 120), []
     for block in model.layers:
         torch.nn.init.zeros_(block.self_attn.gate.linear.weight)
         block.self_attn.gate.linear.bias.data.copy_(torch.tensor([-1.0, 1.0, 2.0, 8.0]))
     for guard in (True, 2**-53, 1e-3, 0.5):
-        cache = BoundedCache(2, 30, chunk=60, guard=guard)
-        read(model, ids, cache, [60] + [1] * 60)
+        cache = BoundedCache(2, 30, chunk=20, guard=guard)
+        read(model, ids, cache, [20] * 6)
         counts.append([sum(layer["unmet"]) for layer in cache.unmet_windows()])
     assert counts[0] == counts[1]  # the early stop's in float64
     assert counts[1] > counts[2] > counts[3]
@@ -221,7 +235,7 @@ def test_rows_can_be_chosen(mechanism: str) -> None:
 @torch.no_grad()
 def test_a_step_has_one_shape() -> None:
     """Whatever the length: what a CUDA graph needs. Nor does the number of keys read grow."""
-    model, ids, seen = decoder("tra"), tokens(2, 300), set()
+    model, ids, seen = decoder("tra"), tokens(2, 90), set()
     cache = BoundedCache(2, 20, chunk=1)
     for layer in cache.layers:
         add = layer.add
@@ -237,7 +251,7 @@ def test_a_step_has_one_shape() -> None:
         model(token, cache=cache)
     assert len(seen) == 2
     assert cache.lengths is not None
-    assert cache.lengths.tolist() == [300, 300]
+    assert cache.lengths.tolist() == [90, 90]
 
 
 def test_who_can_use_one() -> None:
@@ -247,7 +261,7 @@ def test_who_can_use_one() -> None:
             lambda m: m(tokens(1, 3), cache=BoundedCache(2, 9)),
             lambda m: m.generate(tokens(1, 3), 2, cache=BoundedCache(2, 9)),
         ):
-            with pytest.raises(ValueError, match="can't use a bounded cache: it is for TRA and rope"), torch.no_grad():
+            with pytest.raises(ValueError, match="can't use keys in pages: bounded caches"), torch.no_grad():
                 use(decoder(mechanism))
 
 

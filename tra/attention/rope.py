@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tra.attention.nope import NoPositionAttention
 from tra.attention.shared.inputs import AttentionInputs
-from tra.attention.shared.paged_cache import paged_softmax_attention
+from tra.attention.shared.pages import paged_softmax_attention
 
 
 class RotaryAttention(NoPositionAttention):

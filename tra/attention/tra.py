@@ -14,7 +14,7 @@ from tra.attention.shared.base import NORM_EPS, Attention
 from tra.attention.shared.forget_gate import ForgetGate
 from tra.attention.shared.fusing import check_not_overridden
 from tra.attention.shared.inputs import AttentionInputs, key_positions
-from tra.attention.shared.paged_cache import Pages
+from tra.attention.shared.pages import Pages
 from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,

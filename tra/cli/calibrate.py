@@ -77,15 +77,16 @@ def run(options: argparse.Namespace) -> int:
 
     from tra.cli.display import EvaluationDisplay
     from tra.evaluation.calibration import calibrate, check_tolerance, check_windowed
-    from tra.runs import SHIPPED, RunFolder, write_windows
+    from tra.runs import SHIPPED, RunFolder, check_replaceable, write_windows
     from tra.training import pick_device
 
     check_tolerance(options.tolerance)
     device, folder = pick_device(options.device), RunFolder.open(options.run)
     check_windowed(folder.config().model.mechanism)
-    sequences = _sequences(options, folder)
     is_shipped = SHIPPED in folder.path.resolve().parents  # the package's own runs are never written to
     out = options.out or (Path("windows.json") if is_shipped else folder.windows_file)
+    check_replaceable(out)
+    sequences = _sequences(options, folder)
     with contextlib.nullcontext() if is_shipped else folder.lock():
         model = folder.load_model(device)
         with EvaluationDisplay("calibrating", quiet=options.json) as display:
@@ -148,7 +149,7 @@ def _summary(found: Calibration) -> list[str]:
     lines = [
         f"measured at {found.queries:,} queries of {found.sequences} sequences of {found.length:,} tokens "
         f"({found.text}, {found.source})",
-        f"a cache of the windows by {found.statistic} holds at most {largest:,} keys in a layer, "
+        f"with the windows by {found.statistic} a query sees at most {largest:,} keys in a layer, "
         f"{kept:,} in all {len(found.windows)} layers, however long the text",
     ]
     if found.open_heads:

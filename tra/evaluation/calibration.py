@@ -79,9 +79,9 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def check_windowed(mechanism: str) -> None:
-    """Raise a ValueError for a mechanism whose cache can't be cut to windows."""
+    """Raise a ValueError for a mechanism that is neither TRA nor its form without a gate."""
     if not issubclass(MECHANISMS[mechanism], ThresholdRelativeAttention):
-        raise ValueError(f"{mechanism} has no windows to calibrate: a bounded cache is for TRA")
+        raise ValueError(f"{mechanism} has no windows to calibrate: they are measured for TRA")
 
 
 def candidate_windows(length: int) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def text_sequences(
         raise ValueError(
             f"{stream.name} has {total:,} tokens: a calibration needs at least 2 sequences of {length:,} tokens"
         )
-    chosen = np.sort(np.random.default_rng(seed).permutation(starts)[:count])
+    chosen = np.sort(np.random.default_rng(seed % 2**64).permutation(starts)[:count])
     tokens = [np.asarray(stream.tokens[start : start + length]).astype(np.int64) for start in chosen]
     check_ids(np.stack(tokens), vocabulary, stream.name)
     return Sequences(stream.name, source, tokens)

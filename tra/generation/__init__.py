@@ -1,6 +1,8 @@
-"""How text goes on: prompts, sampling, stop tokens, the CUDA graph."""
+"""How text goes on: prompts, sampling, stop tokens, the CUDA graph, and serving many requests at once."""
 
 from tra.generation.decoding import collect, continuation, prefill
+from tra.generation.requests import Completion, Request
 from tra.generation.sampling import Sampling
+from tra.generation.serving import Server, serve
 
-__all__ = ["Sampling", "collect", "continuation", "prefill"]
+__all__ = ["Completion", "Request", "Sampling", "Server", "collect", "continuation", "prefill", "serve"]

@@ -61,7 +61,7 @@ def continuation(
     stop_tokens: Sequence[int] = (),
     vocabulary: int | None = None,
     capacity: int | Literal["static"] | None = None,
-    cache: Cache | StaticCache | BoundedCache | None = None,
+    cache: Cache | PackedRows | None = None,
     prefill_chunk: int | None = None,
     graph: bool | None = None,
 ) -> Iterator[Tensor]:
@@ -118,7 +118,7 @@ def _generate_columns(
     generator: torch.Generator | None,
     stops: Tensor | None,
     symbols: int,
-    cache: Cache | StaticCache | BoundedCache,
+    cache: Cache | PackedRows,
     prefill_chunk: int | None,
     graph: bool,
 ) -> Iterator[Tensor]:
@@ -161,7 +161,7 @@ def prefill(
     model: Decoder,
     tokens: Tensor,
     key_mask: Tensor | None,
-    cache: Cache | StaticCache | BoundedCache,
+    cache: Cache | PackedRows,
     chunk: int | None = None,
 ) -> Tensor:
     """Read prompts `[B, T]` into a cache, `chunk` tokens at a time.
@@ -184,9 +184,7 @@ def prefill(
     return found
 
 
-def _check_cache(
-    model: Decoder, cache: Cache | StaticCache | BoundedCache, needed: int, capacity: int | str | None
-) -> None:
+def _check_cache(model: Decoder, cache: Cache | PackedRows, needed: int, capacity: int | str | None) -> None:
     if capacity is not None:
         raise ValueError(f"give either cache or capacity, got both (capacity={capacity!r})")
     if cache.length:

@@ -1,4 +1,4 @@
-"""A cache of transformers whose size doesn't grow with the text: a decoder's `BoundedCache`, worn by `generate`."""
+"""A cache of transformers whose size doesn't grow with the text, around a decoder's `BoundedCache`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,14 @@ from tra.runs.replacing import (
 from tra.runs.row_checks import is_finite, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 from tra.runs.variants import mechanism_of, settings_of, variant_of
-from tra.runs.windows_file import STATISTICS, Calibration, model_identity, read_windows, write_windows
+from tra.runs.windows_file import (
+    STATISTICS,
+    Calibration,
+    check_replaceable,
+    model_identity,
+    read_windows,
+    write_windows,
+)
 
 __all__ = [
     "LEVELS",
@@ -45,6 +52,7 @@ __all__ = [
     "RunFolder",
     "atomic_file",
     "bootstrap_interval",
+    "check_replaceable",
     "clear_folder_beside",
     "environment",
     "exact_digits",

@@ -91,6 +91,19 @@ def write_windows(file: Path, calibration: Calibration) -> None:
     write_atomically(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def check_replaceable(file: Path) -> None:
+    """Raise a ValueError if a file is there that is not a calibration, and so must not be written over."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a .json file to write to")
+    if file.suffix != ".json":
+        raise ValueError(f"windows are written to a .json file, got {file}")
+    if file.exists() and file.name != "windows.json":
+        try:
+            _parse(file)
+        except ValueError:
+            raise ValueError(f"{file} exists, and is not a calibration: it is not overwritten") from None
+
+
 def read_windows(file: Path, run: RunFolder) -> Calibration:
     """Return the calibration of a run's model. A ValueError if it is damaged, or of another model."""
     if not file.is_file():

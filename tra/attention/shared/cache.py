@@ -6,6 +6,7 @@ tokens, adds their keys and values, and receives all that are stored. Any object
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from tra.attention.shared.positions import positions
 from tra.ops.compiler_workarounds import is_exporting
 
 if TYPE_CHECKING:
-    from tra.attention.shared.paged_cache import Pages
+    from tra.attention.shared.pages import Pages
 
 
 class CacheView(NamedTuple):
@@ -119,6 +120,8 @@ class PackedRows:
 
     So a CUDA graph can hold a step.
     """
+
+    layers: Sequence[PackedLayer]
 
     def __init__(self) -> None:
         self.length = 0

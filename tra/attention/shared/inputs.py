@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention.shared.paged_cache import Pages
+from tra.attention.shared.pages import Pages
 from tra.attention.shared.positions import document_numbers, positions
 
 

@@ -1,67 +1,19 @@
-"""Caches whose keys and values lie in pages: rings, which hold a window of a text of any length."""
+"""Caches in pages: rings, each with the window of a text, and a pool that many texts share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention.shared.cache import CacheView, PackedLayer, PackedRows
-from tra.ops.inputs import PAGE_UNIT
-from tra.ops.paged import windows_suffice
+from tra.attention.shared.pages import PAGE_SIZE, Pages, WindowGuard
 from tra.ops.visible import PagedKeys
 
-PAGE_SIZE = PAGE_UNIT
-"""Tokens of a page."""
 
-
-class Pages(NamedTuple):
-    """What a layer attends to."""
-
-    keys: PagedKeys
-    sinks: int = 0
-    """First tokens of each row that stay visible."""
-    guard: WindowGuard | None = None
-    last_is_real: Tensor | None = None  # [B]: whether the last of the new tokens is no padding, for the guard
-
-
-class WindowGuard:
-    """Counts, for each head of a layer, for how many queries a window was provably long enough, and for how many not.
-
-    A query asks for more than the window where the bound on all older keys is not below the tolerance. That says that
-    the older keys may matter, not that they do. Every token of decoding is counted, and of a prompt's chunk the last.
-    Numbers are on the device.
-    """
-
-    def __init__(self, tolerance: float | None = None) -> None:
-        self.tolerance = tolerance
-        """Relative weight of older keys from which a query counts; None is that of the layer's early stop."""
-        self.queries = torch.zeros((), dtype=torch.int64)
-        """Queries that had keys older than the window, a number."""
-        self.unmet = torch.zeros(0, dtype=torch.int64)
-        """`[H]`: those of them that asked for more; empty before the first query."""
-
-    def count(self, query: Tensor, log_forget: Tensor, pages: Pages, options: dict[str, Any]) -> None:
-        """Count the last of the queries `[B, H, Tq, D]`."""
-        if not len(self.unmet):
-            self.queries = torch.zeros((), dtype=torch.int64, device=query.device)
-            self.unmet = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)
-        if self.tolerance is not None:
-            options = options | {"tolerance": self.tolerance}
-        key, value, table, lengths, window = pages.keys
-        assert window is not None
-        assert pages.last_is_real is not None
-        enough = windows_suffice(
-            query[:, :, -1:], key, value, log_forget[:, :, -1:], table, lengths, window=window, **options
-        )
-        self.queries += (pages.last_is_real & (lengths > window)).sum()
-        self.unmet += (pages.last_is_real[:, None] & ~enough[:, :, 0]).sum(0)
-
-
-def new_guard(guard: bool | float) -> WindowGuard | None:
+def _new_guard(guard: bool | float) -> WindowGuard | None:
     """Return what `BoundedCache` is asked for."""
     if guard is False:
         return None
@@ -134,11 +86,7 @@ class BoundedCache(PagedRows):
         guard: bool | float = False,
     ) -> None:
         super().__init__()
-        windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
-        if len(windows) != n_layers:
-            raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")
-        if min(windows) < 1:
-            raise ValueError(f"windows must be at least 1, got {min(windows)}")
+        windows = layer_windows(n_layers, windows)
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         if sinks < 0:
@@ -148,8 +96,8 @@ class BoundedCache(PagedRows):
         self.windows = windows
         self.sinks = sinks
         pinned = -(-sinks // PAGE_SIZE)
-        self.layers = [
-            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), new_guard(guard))
+        self.layers: list[RingLayer] = [
+            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), _new_guard(guard))
             for window in windows
         ]
         self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
@@ -231,31 +179,57 @@ class RingLayer(PagedLayer):
         self._table = torch.arange(len(pages), dtype=torch.int32, device=pages.device).view(len(rows), self.columns)
 
 
-def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
-    """Return causal softmax attention of queries `[B, H, Tq, D]` to a ring, whose keys need no order.
+class PooledCache(PagedRows):
+    """A pool of pages that many texts share, each pass with the rows and the table that `select` was given.
 
-    Slots are read where they are, all of them.
+    Args:
+        n_layers: Layers of the decoder.
+        pages: Pages of the pool, the same in all layers.
+        windows: Tokens that queries see, one number for all layers or one for each; None is all.
     """
-    if pages.guard is not None:
-        raise ValueError("a window's guard is for TRA: without its gates nothing bounds what older keys weigh")
-    keys = pages.keys
-    batch, columns = keys.table.shape
-    key, value = (_slots(pool, batch * columns, batch) for pool in (keys.key, keys.value))
-    slot = torch.arange(columns * PAGE_SIZE, device=query.device)
-    last = keys.lengths.long()[:, None] - 1
-    pinned = -(-pages.sinks // PAGE_SIZE) * PAGE_SIZE
-    turn = columns * PAGE_SIZE - pinned
-    newest = last - (last - slot).remainder(turn)  # the newest token that this slot can hold
-    token = torch.where(slot < pinned, slot, newest)[:, None]  # [B, 1, slots]
-    position = keys.positions(query.shape[2])[..., None]  # [B, Tq, 1]
-    assert keys.window is not None
-    is_written = (slot < pinned) | (token >= pinned)
-    visible = is_written & (token <= position) & ((token > position - keys.window) | (slot < pages.sinks))
-    visible |= ~visible.any(-1, keepdim=True)  # queries of padding may stand before the first key
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None], enable_gqa=grouped)
+
+    def __init__(self, n_layers: int, pages: int, windows: int | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.pages = pages
+        self.table: Tensor | None = None
+        each = (None,) * n_layers if windows is None else layer_windows(n_layers, windows)
+        self.layers = [PooledLayer(self, window) for window in each]
+
+    def select(self, table: Tensor, lengths: Tensor) -> None:
+        """Choose the rows of the next pass.
+
+        Args:
+            table: `[B, N]` int32: page l of a row's text is `table[b, l % N]`, those of the new tokens included.
+            lengths: `[B]` int64: tokens that each row has stored.
+        """
+        self.table, self.lengths = table, lengths
 
 
-def _slots(pool: Tensor, pages: int, batch: int) -> Tensor:
-    """Return the pool `[P, Hkv, page, D]` of a ring as `[B, Hkv, slots, D]`: its pages are the rows', in order."""
-    return pool.transpose(1, 2)[:pages].reshape(batch, -1, pool.shape[1], pool.shape[3]).transpose(1, 2)
+class PooledLayer(PagedLayer):
+    """One layer of a `PooledCache`."""
+
+    def __init__(self, cache: PooledCache, window: int | None) -> None:
+        super().__init__(cache)
+        self._cache, self._window = cache, window
+
+    def add(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> CacheView:
+        """Write the new keys and values to their rows' pages."""
+        table = self._cache.table
+        assert table is not None
+        if self._buffers is None:
+            shapes = ((self._cache.pages, PAGE_SIZE, new.shape[1], new.shape[3]) for new in (key, value))
+            key_buffer, value_buffer = (key.new_zeros(shape) for shape in shapes)
+            self._buffers = key_buffer, value_buffer
+        pools = self.write(key, value, self._cache.places(table, 0, 0))
+        keys = PagedKeys(*pools, table, self._cache.new_lengths, self._window)
+        return CacheView(key, value, None, None, Pages(keys, in_order=False))
+
+
+def layer_windows(n_layers: int, windows: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a window for each layer, checked."""
+    windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
+    if len(windows) != n_layers:
+        raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")
+    if min(windows) < 1:
+        raise ValueError(f"windows must be at least 1, got {min(windows)}")
+    return windows

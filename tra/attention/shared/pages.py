@@ -1,0 +1,93 @@
+"""What a layer attends to where keys lie in pages: softmax attention to them, and a count of windows too short."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tra.ops.inputs import PAGE_UNIT
+from tra.ops.paged import windows_suffice
+from tra.ops.visible import PagedKeys
+
+PAGE_SIZE = PAGE_UNIT
+"""Tokens of a page."""
+
+
+class Pages(NamedTuple):
+    """What a layer attends to."""
+
+    keys: PagedKeys
+    sinks: int = 0
+    """First tokens of each row that stay visible."""
+    guard: WindowGuard | None = None
+    last_is_real: Tensor | None = None  # [B]: whether the last of the new tokens is no padding, for the guard
+    in_order: bool = True  # the pages of the rows lie one after another in the pool
+
+
+class WindowGuard:
+    """Counts, for each head of a layer, for how many queries a window was provably long enough, and for how many not.
+
+    A query asks for more than the window where the bound on all older keys is not below the tolerance. That says that
+    the older keys may matter, not that they do. Every token of decoding is counted, and of a prompt's chunk the last.
+    Numbers are on the device.
+    """
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        self.tolerance = tolerance
+        """Relative weight of older keys from which a query counts; None is that of the layer's early stop."""
+        self.queries = torch.zeros((), dtype=torch.int64)
+        """Queries that had keys older than the window, a number."""
+        self.unmet = torch.zeros(0, dtype=torch.int64)
+        """`[H]`: those of them that asked for more; empty before the first query."""
+
+    def count(self, query: Tensor, log_forget: Tensor, pages: Pages, options: dict[str, Any]) -> None:
+        """Count the last of the queries `[B, H, Tq, D]`."""
+        if not len(self.unmet):
+            self.queries = torch.zeros((), dtype=torch.int64, device=query.device)
+            self.unmet = torch.zeros(query.shape[1], dtype=torch.int64, device=query.device)
+        if self.tolerance is not None:
+            options = options | {"tolerance": self.tolerance}
+        key, value, table, lengths, window = pages.keys
+        assert window is not None
+        assert pages.last_is_real is not None
+        enough = windows_suffice(
+            query[:, :, -1:], key, value, log_forget[:, :, -1:], table, lengths, window=window, **options
+        )
+        self.queries += (pages.last_is_real & (lengths > window)).sum()
+        self.unmet += (pages.last_is_real[:, None] & ~enough[:, :, 0]).sum(0)
+
+
+def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
+    """Return causal softmax attention of queries `[B, H, Tq, D]` to keys in pages, which need no order.
+
+    All slots are read: those of a ring where they are, those of a shared pool as a copy.
+    """
+    if pages.guard is not None:
+        raise ValueError("a window's guard is for TRA: without its gates nothing bounds what older keys weigh")
+    keys = pages.keys
+    batch, columns = keys.table.shape
+    if pages.in_order:
+        key, value = (_slots(pool, batch * columns, batch) for pool in (keys.key, keys.value))
+    else:
+        key, value = (pool[keys.table.long()].transpose(1, 2).flatten(2, 3) for pool in (keys.key, keys.value))
+    slot = torch.arange(columns * PAGE_SIZE, device=query.device)
+    last = keys.lengths.long()[:, None] - 1
+    pinned = -(-pages.sinks // PAGE_SIZE) * PAGE_SIZE
+    turn = columns * PAGE_SIZE - pinned
+    newest = last - (last - slot).remainder(turn)  # the newest token that this slot can hold
+    token = torch.where(slot < pinned, slot, newest)[:, None]  # [B, 1, slots]
+    position = keys.positions(query.shape[2])[..., None]  # [B, Tq, 1]
+    is_near = token > position - (keys.capacity if keys.window is None else keys.window)
+    is_written = (slot < pinned) | (token >= pinned)
+    visible = is_written & (token <= position) & (is_near | (slot < pages.sinks))
+    visible |= ~visible.any(-1, keepdim=True)  # queries of padding may stand before the first key
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None], enable_gqa=grouped)
+
+
+def _slots(pool: Tensor, pages: int, batch: int) -> Tensor:
+    """Return the pool `[P, Hkv, page, D]` of a ring as `[B, Hkv, slots, D]`: its pages are the rows', in order."""
+    return pool.transpose(1, 2)[:pages].reshape(batch, -1, pool.shape[1], pool.shape[3]).transpose(1, 2)
