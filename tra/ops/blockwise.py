@@ -62,6 +62,13 @@ class RunningSoftmax(NamedTuple):
     out: Tensor  # [n, R, Dv]: sum of values, weighted as in `total`
 
 
+class RowSums(NamedTuple):
+    """Sums over the keys of rows `[B, H, Tq]`, by which their gradients can be corrected."""
+
+    grad_scores: Tensor  # 0 over whole rows, but for rounding
+    distances: Tensor  # weighted: the mean distance over whole rows
+
+
 class BlockScores(NamedTuple):
     """Scores of rows with a block of keys, each `[n, R, K]`; the same bits in forward and backward."""
 
@@ -303,11 +310,13 @@ def walk_backward(
     state: RunningSoftmax,
     stops: Tensor,
     options: AttentionOptions,
+    sums: RowSums | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Repeat the walk for the gradients: counts are recomputed, stops are the forward's, sums have a fixed order.
 
     Args:
         state: What whole rows found, but for `counted_keys`: those right of these keys, which are a piece of a row's.
+        sums: Filled, if wanted.
 
     Returns:
         Gradients of query, key, value and log_forget, in the dtype of sums.
@@ -326,6 +335,7 @@ def walk_backward(
         # Sum over keys of weight · its gradient. It cancels against the gradients below, hence the precision.
         inner = (b_grad_out.double() * layout.take(state.out, walk.rows).double()).sum(-1).to(layout.dtype)
         b_grad_query, b_grad_forget = torch.zeros_like(rows.query), torch.zeros_like(rows.log_forget)
+        b_sums = RowSums(torch.zeros_like(b_grad_forget), torch.zeros_like(b_grad_forget))
         count = layout.take(state.counted_keys, walk.rows).clone()
         b_stops = stops[:, number].tolist()
         for index in range(walk.newest, min(b_stops) - 1, -1):
@@ -346,10 +356,16 @@ def walk_backward(
             grad_values[on, of_keys] += torch.bmm(used.mT, b_grad_out[on])
             grad_scores = grad_weights.sub_(inner[on][..., None]).mul_(weights)
             b_grad_forget[on] += (grad_scores * distances).sum(-1)
+            if sums is not None:
+                b_sums.grad_scores[on] += grad_scores.sum(-1)
+                b_sums.distances[on] += (weights * distances).sum(-1)
             b_grad_query[on] += torch.bmm(grad_scores, b_key).mul_(scale)
             grad_keys[on, of_keys] += torch.bmm(grad_scores.mT, active.query).mul_(scale)
         layout.put(grad_query, walk.rows, b_grad_query)
         layout.put(grad_forget, walk.rows, b_grad_forget)
+        if sums is not None:
+            layout.put(sums.grad_scores, walk.rows, b_sums.grad_scores)
+            layout.put(sums.distances, walk.rows, b_sums.distances)
     grad_key, grad_value = (
         grad[:, : layout.n_keys].reshape(like.shape) for grad, like in ((grad_keys, key), (grad_values, value))
     )

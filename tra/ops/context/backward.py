@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tra.ops.blockwise import RunningSoftmax
+from tra.ops.blockwise import RowSums, RunningSoftmax
 from tra.ops.context.pieces import Pieces
 from tra.ops.context.shared_keys import SharedKeys, Step, Tick
 from tra.ops.context.transport import Message
@@ -39,6 +39,7 @@ class BackwardWalk:
         self.grad_query = {part: zeros(own.query) for part, own in shared.own.items()}
         self.grad_keys = {part: zeros(own.keys) for part, own in shared.own.items()}
         self.grad_forget = {part: zeros(own.log_forget) for part, own in shared.own.items()}
+        self.sums = {part: RowSums(zeros(own.log_forget), zeros(own.log_forget)) for part, own in shared.own.items()}
 
     def run(self, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of query, key, value and log_forget, `[B, heads, T, ...]`."""
@@ -65,9 +66,12 @@ class BackwardWalk:
         piece, heads = self.shared.piece_inputs(step.part, step.task, keys)
         highest, total, _, out = (x[heads] for x in self.found[step.part])
         rows = RunningSoftmax(highest, total, step.counted_right, out)
-        grad_query, grad_key, grad_value, grad_forget = self.pieces.backward(
+        (grad_query, grad_key, grad_value, grad_forget), sums = self.pieces.backward(
             self.grad_out[step.part][heads], piece, rows, step.stops, self.shared.options
         )
+        if sums is not None:
+            self.sums[step.part].grad_scores[heads] += sums.grad_scores
+            self.sums[step.part].distances[heads] += sums.distances
         self.grad_query[step.part][heads] += grad_query
         self.grad_forget[step.part][heads] += grad_forget
         return torch.cat([grad_key, grad_value], dim=-1)[:, 0]
@@ -107,6 +111,8 @@ class BackwardWalk:
                 grad = torch.zeros_like(grad).scatter_(1, own.order[..., None].expand_as(grad), grad)
             grad_keys.append(grad[:, None])
         grad_key, grad_value = self.shared.split(self.shared.join(grad_keys))
+        for part, sums in self.sums.items():  # Σ dS should be 0; what it is instead, Σ dS n has times the mean of n
+            self.grad_forget[part] -= sums.grad_scores * sums.distances
         grad_query = self.shared.join(list(self.grad_query.values()))
         dtype = self.shared.dtype
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tra.ops.block_layout import Layout
-from tra.ops.blockwise import RunningSoftmax, walk_backward, walk_forward
+from tra.ops.blockwise import RowSums, RunningSoftmax, walk_backward, walk_forward
 from tra.ops.options import AttentionOptions
 from tra.ops.stop_bound import OlderKeys
 from tra.ops.triton import launch
@@ -85,9 +86,15 @@ class BlockwisePieces:
         rows: RunningSoftmax,
         stops: Tensor,
         options: AttentionOptions,
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients; `rows` is what whole rows found, but for the counted keys right of the piece."""
-        return walk_backward(grad_out, *inputs[:4], *inputs.ranges(), _no_seed(inputs.query), rows, stops, options)
+    ) -> tuple[Sequence[Tensor], RowSums | None]:
+        """Return the gradients, and sums to correct them by.
+
+        Args:
+            rows: What whole rows found, but for the counted keys, which are those right of the piece.
+        """
+        sums = RowSums(torch.empty_like(rows.total), torch.empty_like(rows.total))
+        seed = _no_seed(inputs.query)
+        return walk_backward(grad_out, *inputs[:4], *inputs.ranges(), seed, rows, stops, options, sums), sums
 
 
 class TritonPieces:
@@ -122,8 +129,12 @@ class TritonPieces:
         rows: RunningSoftmax,
         stops: Tensor,
         options: AttentionOptions,
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients; `rows` is what whole rows found, but for the counted keys right of the piece."""
+    ) -> tuple[Sequence[Tensor], RowSums | None]:
+        """Return the gradients, and sums to correct them by.
+
+        Args:
+            rows: What whole rows found, but for the counted keys, which are those right of the piece.
+        """
         query, key, value, log_forget, first, last = _for_kernels(inputs)
         is_null, reference, total = rows.total == 0, rows.highest, torch.where(rows.total == 0, 1.0, rows.total)
         if query.dtype != torch.float32:
@@ -136,7 +147,7 @@ class TritonPieces:
             ForwardState(out, out_error, reference.masked_fill(is_null, NULL_REFERENCE), total, stops),
             options, options.tolerance > 0, counted_right=rows.counted_keys.contiguous(),
         )  # fmt: skip
-        return grads
+        return grads, None
 
 
 Pieces = BlockwisePieces | TritonPieces
