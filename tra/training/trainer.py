@@ -179,29 +179,34 @@ class Trainer:
                     if self.ranks.any_true(request.signal is not None or is_late):
                         self._save()
                         return Result(self.step, request.signal or "time limit")
-                    self.one_step()
-                except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
+                    self._finite_step()
+                    metrics = None
+                    if self.step % train.log_every == 0 or self.step == train.steps:
+                        metrics = self._log(time.monotonic() - logged_at, self.step - logged_step)
+                        logged_at, logged_step = time.monotonic(), self.step
+                    self.progress(Progress(self.step, train.steps, metrics))
+                    slowest = max(slowest, time.monotonic() - now)
+                    if self.step % train.checkpoint_every == 0 and self.step < train.steps:
+                        self._save()
+                except RankLostError as error:  # never raised within an optimizer's step: the last step is whole
                     if not self.is_sharded:  # its other parts are lost
                         self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
-                except ValueError as error:  # on a CPU attention refuses gates that have overflowed
-                    if "must be finite" not in str(error):
-                        raise
-                    self._end_nonfinite(str(error))
-                metrics = None
-                if self.step % train.log_every == 0 or self.step == train.steps:
-                    metrics = self._log(time.monotonic() - logged_at, self.step - logged_step)
-                    logged_at, logged_step = time.monotonic(), self.step
-                self.progress(Progress(self.step, train.steps, metrics))
-                slowest = max(slowest, time.monotonic() - now)
-                if self.step % train.checkpoint_every == 0 and self.step < train.steps:
-                    self._save()
         if not self._is_finite():
             self._end_nonfinite("the weights are not finite")
         weights = whole_tensors(self.model.state_dict(), self.ranks)
         if self.ranks.is_first:
             self.run.save_weights(weights, self.step)
         return Result(self.step, "done")
+
+    def _finite_step(self) -> None:
+        """Train on the next batch; end the run if gates have overflowed, which attention refuses on a CPU."""
+        try:
+            self.one_step()
+        except ValueError as error:
+            if "must be finite" not in str(error):
+                raise
+            self._end_nonfinite(str(error))
 
     def one_step(self) -> None:
         """Train on the next batch."""
