@@ -130,15 +130,17 @@ def train_case(case: Case, config: RunConfig, folder: Path, ranks: Ranks | None 
 def checkpoint_steps(ranks: Ranks, folder: Path, run: str, steps: int, case: Case = SAME_BITS["padded rows"]) -> None:
     """Resume a sharded run, train some steps, save; write what was restored and what was saved as whole tensors."""
     trainer = make_trainer(run_config(case, folder, "train.parallel=fsdp"), folder / run, ranks)
-    start = trainer.step
-    restored = whole_tensors(trainer._tensors(), ranks)
+
+    def write(name: str) -> None:
+        tensors = whole_tensors(trainer._tensors(), ranks)
+        if ranks.is_first:
+            save_file(tensors, folder / f"{run}-{name}.safetensors")
+
+    write(f"restored-{trainer.step}-{ranks.world}")
     for _ in range(steps):
         trainer.one_step()
     trainer._save()
-    saved = whole_tensors(trainer._tensors(), ranks)
-    if ranks.is_first:
-        save_file(restored, folder / f"{run}-restored-{start}-{ranks.world}.safetensors")
-        save_file(saved, folder / f"{run}-saved-{trainer.step}.safetensors")
+    write(f"saved-{trainer.step}")
 
 
 def main(folder: Path) -> None:

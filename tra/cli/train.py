@@ -38,7 +38,7 @@ presets (-quick is a smaller, faster version):
 Several processes, each with its part of every batch, and of the weights if you
 want (docs/many-gpus.md):
   torchrun --nproc-per-node 2 -m tra train --preset flipflop
-  torchrun --nproc-per-node 2 -m tra train --preset flipflop train.parallel=fsdp"""
+  torchrun --nproc-per-node 2 -m tra train --preset copy train.parallel=fsdp"""
 
 EXIT_STATUS = {"SIGINT": 130, "SIGTERM": 143}
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tra.config import TrainConfig
-from tra.training.distributed import Ranks
+from tra.training.distributed import Ranks, explain_lost_rank
 from tra.training.loss import TrainingLoss
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -91,7 +91,8 @@ def is_sharded(loss: nn.Module) -> bool:
 def training_statistics(loss: nn.Module, tokens: Tensor) -> list[dict[str, Tensor]]:
     """Return `Decoder.statistics` of this process's tokens. All processes call it."""
     plain: Any = loss.module if isinstance(loss, DistributedDataParallel) else loss
-    found: list[dict[str, Tensor]] = plain.statistics(tokens)
+    with explain_lost_rank():
+        found: list[dict[str, Tensor]] = plain.statistics(tokens)
     if isinstance(loss, FSDPModule):
         loss.reshard()  # a backward pass would have done it
     return found
@@ -107,7 +108,8 @@ def whole_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
     """Return sharded tensors as a whole, on the CPU of the first process; in others nothing. All processes call it."""
     found = {}
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[operator]
+        with explain_lost_rank():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[operator]
         if ranks.is_first:
             found[name] = whole.cpu()
     return found

@@ -47,6 +47,7 @@ from tra.training.step import make_step
 from tra.training.stopping import (
     NonFiniteError,
     StepAbandonedError,
+    StopRequest,
     catch_stop_signals,
     explain_full_disk,
     let_signals_in,
@@ -199,27 +200,22 @@ class Trainer:
                         self._save()
                         return Result(self.step, request.signal or "time limit")
                     request.may_abandon = can_abandon and request.signal is None
-                    self.one_step()
+                    self._finite_step(request)
+                    metrics = None
+                    if self.step % train.log_every == 0 or self.step == train.steps:
+                        metrics = self._log(time.monotonic() - logged_at, self.step - logged_step)
+                        logged_at, logged_step = time.monotonic(), self.step
+                    self.progress(Progress(self.step, train.steps, metrics))
+                    slowest = max(slowest, time.monotonic() - now)
+                    if self.step % train.checkpoint_every == 0 and self.step < train.steps:
+                        self._save()
                 except StepAbandonedError:  # this is the state after the step before
                     self._save()
                     return Result(self.step, request.signal or "SIGINT")
-                except RankLostError as error:  # raised before the optimizer: this is the state after a whole step
+                except RankLostError as error:  # never raised within an optimizer's step: the last step is whole
                     if not self.is_sharded:  # its other parts are lost
                         self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
-                except ValueError as error:  # on a CPU attention refuses gates that have overflowed
-                    request.may_abandon = False
-                    if "must be finite" not in str(error):
-                        raise
-                    self._end_nonfinite(str(error))
-                metrics = None
-                if self.step % train.log_every == 0 or self.step == train.steps:
-                    metrics = self._log(time.monotonic() - logged_at, self.step - logged_step)
-                    logged_at, logged_step = time.monotonic(), self.step
-                self.progress(Progress(self.step, train.steps, metrics))
-                slowest = max(slowest, time.monotonic() - now)
-                if self.step % train.checkpoint_every == 0 and self.step < train.steps:
-                    self._save()
         if not self._is_finite():
             self._end_nonfinite("the weights are not finite")
         weights = whole_tensors(self.model.state_dict(), self.ranks)
@@ -237,6 +233,16 @@ class Trainer:
                 handle.remove()
 
         return remove
+
+    def _finite_step(self, request: StopRequest) -> None:
+        """Train on the next batch; end the run if gates have overflowed, which attention refuses on a CPU."""
+        try:
+            self.one_step()
+        except ValueError as error:
+            request.may_abandon = False
+            if "must be finite" not in str(error):
+                raise
+            self._end_nonfinite(str(error))
 
     def one_step(self) -> None:
         """Train on the next batch."""
