@@ -8,8 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from tra.runs import bootstrap_interval, perplexity_ratio
+from tra.runs import bootstrap_interval, environment, perplexity_ratio
+from tra.runs.environment import cpu_name
+from tra.runs.failures import pip_install
 
 WITHOUT_TORCH = """
 import importlib, pkgutil, sys
@@ -35,6 +38,19 @@ def test_a_run_is_read_without_torch(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "eval.jsonl").read_text() == '{"a": 1}\n'
+
+
+def test_the_environment_has_the_cpu() -> None:
+    name = environment(torch.device("cpu"))["cpu"]
+    assert name
+    assert name == cpu_name()
+
+
+def test_a_missing_package_is_installed_by_its_own_name() -> None:
+    """An extra of this package would install it anew, in place of a checkout."""
+    assert pip_install("ray>=2.40") == f"{sys.executable} -m pip install 'ray>=2.40'"
+    for file in (Path(__file__).parents[1] / "tra").rglob("*.py"):
+        assert "pip install 'threshold" not in file.read_text(), file
 
 
 def test_a_ratio_is_paired_by_document() -> None:

@@ -45,7 +45,7 @@ class TaskConfig:
 
     def build(self) -> Task:
         if self.name != Text.name:
-            register("task", self.name)
+            register("task", self.name, [Text.name])
         task: type[Task] = Text if self.name == Text.name else TASKS[self.name]
         known = constructor_arguments(task)
         for argument, value in self.arguments.items():

@@ -226,6 +226,23 @@ def test_a_narrow_terminal_shows_step_count_and_time_left(
     assert "…" not in shown
 
 
+@pytest.mark.parametrize(("steps", "seconds", "is_said"), [(20_000, 3.0, True), (1000, 3.0, False)])
+def test_hours_on_a_cpu_are_announced_once(
+    steps: int, seconds: float, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(number * seconds for number in range(100))
+    monkeypatch.setattr("tra.cli.display.time.monotonic", lambda: next(clock))
+    with TrainingDisplay("run", on_cpu=True) as display:
+        for step in range(1, 6):
+            display(Progress(step, steps))
+    said = " ".join(capsys.readouterr().err.split())
+    line = (
+        "run: step 3 of 20,000, about 17 hours to go on this CPU; the presets demo and text-demo, and those that end in"
+    )
+    assert said.count("hours to go") == is_said
+    assert (line in said) == is_said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -182,6 +182,8 @@ def test_a_stop_text_is_never_shown(size: int) -> None:
         (["flipflop-tra", "--prompt", "w1ii"], "expected w, r or i and a bit at symbol 2, got 'ii'"),
         (["copy", "--prompt", "<bos> c <sap>"], "unknown symbol of copy '<sap>': did you mean '<sep>'?"),
         (["copy", "--prompt", "<bos>", "--stop", "<end>"], "unknown symbol of copy '<end>'"),
+        (["copy", "--prompt", "<bos> cab <sep>"], "'cab' is no symbol of copy: write 'c a b', with spaces"),
+        (["copy", "--prompt", "<bos>c"], "did you mean '<bos>'?; symbols have spaces between them"),
         (["text-demo", "--stop", ""], "a --stop text has at least one character"),
         (["flipflop-tra", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["flipflop-tra", "--number", "0"], "--number must be at least 1, got 0"),

@@ -227,11 +227,13 @@ def _popen(outcome: Outcome) -> Callable[..., Any]:
 def _run_cell(outcome: Outcome, arguments: Sequence[str], log: Any) -> int:
     from tra.suite.cell import run_cell
 
-    folder, device, *seconds = arguments
+    folder, device, seconds, *_ = arguments  # files of one's own are imported in this process already
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            status = run_cell(Path(folder), None if device == "-" else device, float(seconds[0]) if seconds else None)
+            status = run_cell(
+                Path(folder), None if device == "-" else device, None if seconds == "-" else float(seconds)
+            )
         if outcome.was_interrupted:  # Ctrl-C reaches the suite, too, not its cell alone
             raise KeyboardInterrupt
         return status

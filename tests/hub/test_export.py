@@ -298,4 +298,4 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip().startswith("tra: tra export needs transformers: pip install")
+    assert done.stderr.strip().startswith(f"tra: tra export needs transformers: {sys.executable} -m pip install")

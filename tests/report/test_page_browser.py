@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.browser import browser  # noqa: F401 - a fixture
@@ -99,7 +100,10 @@ def test_curves_are_drawn(opened: Any, file: Path) -> None:
     y = page.evaluate("document.querySelector('[data-kind=length]').data.find(t => t.name === 'RoPE').y")
     assert y == pytest.approx([1.0, 0.5995, 0.1995])
     assert page.locator(".problems li").all_inner_texts() == [f"{file.parent / 'missing'} doesn't exist"]
-    assert "Falls: RoPE, from 1.000 to 0.199 (0.199-0.200)" in page.locator(".summary").first.inner_text()
+    assert "Falls: RoPE, from 1.000 to 0.199 (0.199-0.200)" in page.locator(".summary").nth(1).inner_text()
+    above = page.locator("section").first.locator(":scope > *").all()[:3]
+    assert [part.evaluate("part => part.tagName") for part in above] == ["H2", "DIV", "H3"]
+    assert above[1].inner_text().startswith("The task is flip-flop: remember the bit that was written last")
 
 
 @pytest.mark.slow
@@ -244,6 +248,22 @@ def test_nothing_is_wider_than_the_screen(opened: Any, file: Path, width: int, t
         assert box["x"] + box["width"] <= width
     page.screenshot(path=tmp_path / f"page-{width}.png", full_page=True)
     assert (tmp_path / f"page-{width}.png").stat().st_size > 20_000
+
+
+def test_on_a_phone_every_key_has_its_label_and_a_telling_head_is_shown(opened: Any, tmp_path: Path) -> None:
+    run = make_maps(make_run(tmp_path / "run", "tra"), size=64)
+    with np.load(run / "attend.npz") as stored:
+        arrays = dict(stored)
+    arrays["weights"][1, 0, 4, 2] = 60
+    np.savez_compressed(run / "attend.npz", **arrays)
+    write_page([run], tmp_path / "report.html")
+    page = opened(tmp_path / "report.html", width=390).page
+    plot = page.locator(".map").first
+    for axis in ("xaxis", "yaxis"):
+        assert plot.evaluate(f"plot => plot.layout.{axis}.tickvals.length") == 64
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    chosen = [select.evaluate("select => select.value") for select in page.locator(".chooser select").all()[-3:]]
+    assert chosen == ["0", "1", "0"]  # run, layer, head
 
 
 @pytest.mark.slow

@@ -158,6 +158,11 @@ def test_merge_of_nothing(tmp_path: Path) -> None:
         parse(["suite", "merge", "a"])()
 
 
+def test_a_table_in_miniature_says_what_it_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["suite", "table", "paper-quick", "--only", *CHOSEN, "--out", str(tmp_path)])() == 0
+    assert "## flipflop\n\n60 steps of a tiny model: this shows the form of the table" in capsys.readouterr().out
+
+
 def test_status_before_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(["suite", "status", "paper-quick", "--only", *CHOSEN, "--out", str(tmp_path)])() == 0
     assert capsys.readouterr().out.strip().endswith("8 waiting")

@@ -75,10 +75,10 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     verb.add_arguments(parser)
     if name not in ("demo", "prepare"):  # which know no runs of one's own
         add_imports(parser)
-    return functools.partial(_run, verb, parser.parse(rest))
+    return functools.partial(_run, parser.parse(rest), verb)
 
 
-def _run(verb: ModuleType, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, verb: ModuleType) -> int:
     """Import the files of one's own that the command line names, and run the verb."""
     for path in getattr(options, "imports", ()):
         import_file(path)

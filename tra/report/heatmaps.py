@@ -70,11 +70,11 @@ def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Pane
         is_chosen = most is not None and len(maps.layers) * len(maps.heads) > most
         shown = most_telling(maps, most) if is_chosen and most else list(np.ndindex(len(maps.layers), len(maps.heads)))
         for place, (row, column) in enumerate(shown):
-            at = (0, before + place) if is_chosen else (row, before + column)
+            at_row, at_column = (0, before + place) if is_chosen else (row, before + column)
             null = np.flatnonzero(maps.null[row, column]).tolist()
             weights, uncounted = weights_of(maps.weights[row, column]), maps.uncounted[row, column]
             layer, head = int(maps.layers[row]), int(maps.heads[column])
-            result.append(Panel(run, layer, head, *at, weights, uncounted, later, due, null))
+            result.append(Panel(run, layer, head, at_row, at_column, weights, uncounted, later, due, null))
         before += len(shown) if is_chosen else len(maps.heads)
     return result
 

@@ -112,7 +112,6 @@ def line_styles(variants: Iterable[str], marks: Mapping[str, str] = MappingProxy
     firsts = {_MARKERS[_number(variant) % len(_MARKERS)] for variant in variants}
     free = itertools.cycle([marker for marker in reversed(_MARKERS) if marker not in firsts] or _MARKERS)
     styles: dict[str, dict[str, Any]] = {}
-    widths = {variant: max(1.2, 2.6 - 0.4 * place) for place, variant in enumerate(variants)}
     for variant in variants:
         number, count = _number(variant), counts[variant]
         is_solid = number == count == 0  # TRA's first
@@ -121,8 +120,8 @@ def line_styles(variants: Iterable[str], marks: Mapping[str, str] = MappingProxy
             "marker": next(free) if count else _MARKERS[number % len(_MARKERS)],
             "linestyle": "-" if is_solid else _LINES[(number + count) % len(_LINES)],
             "markersize": 4,
-            "linewidth": widths[variant],
-            "zorder": 2 + 0.01 * len(styles),
+            "linewidth": max(1.2, 2.6 - 0.15 * number - 0.6 * count),
+            "zorder": 2 + 0.01 * number + 0.001 * count,
             "label": name_of(variant) + marks.get(variant, ""),
         }
     return styles

@@ -143,10 +143,13 @@ def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
         raise ValueError(f"the {kind} {name!r} of {_package(entry)} can't be imported: {error}") from error
 
 
-def register(kind: Kind, name: str) -> None:
+def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     """Add what `find` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
 
     What an imported file defines replaces its former definition.
+
+    Args:
+        others: Names besides those of the registry, for the error's line.
     """
     from tra.attention import MECHANISMS, Mechanism
     from tra.tasks import TASKS, Task
@@ -156,7 +159,7 @@ def register(kind: Kind, name: str) -> None:
     match = _NAME.fullmatch(name)
     if name in registry and (match is None or Path(match["path"]).name not in _files):
         return
-    found = find(kind, name, registry)
+    found = find(kind, name, [*registry, *others])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"the {kind} {name!r} must be a subclass of {base.__name__}, got {found!r}")
     registry[name] = found
