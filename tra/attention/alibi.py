@@ -11,6 +11,7 @@ from torch import Tensor
 from tra.attention.shared.bias_columns import biased_softmax_attention
 from tra.attention.shared.inputs import AttentionInputs, key_positions
 from tra.attention.shared.row_blocks import DenseAttention
+from tra.ops.compiler_workarounds import is_exporting
 
 
 class LinearBiasAttention(DenseAttention):
@@ -23,7 +24,8 @@ class LinearBiasAttention(DenseAttention):
         self.register_buffer("slopes", torch.tensor(slopes(n_heads))[None, :, None], persistent=False)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        if inputs.query.dtype == torch.float16:  # far positions exceed its range
+        # Far positions exceed the range of float16, and other runtimes have no integers of the same bits.
+        if inputs.query.dtype == torch.float16 or is_exporting():
             return super().attend(inputs)
         position = key_positions(inputs)[:, None].to(_wide_dtype(inputs))
         return biased_softmax_attention(inputs, self.slopes.to(position.dtype), position, self.dropout_now)

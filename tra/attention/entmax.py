@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tra.attention.shared.row_blocks import DenseAttention
-from tra.ops.compiler_workarounds import entmax_weights, halved_below_zero
+from tra.ops.compiler_workarounds import entmax_weights, halved_below_zero, is_exporting
 from tra.ops.forward_mode import refuse_forward_mode
+
+MAX_LENGTH_BITS = 24
+"""Bits of the largest number of keys in an exported graph."""
 
 
 class EntmaxAttention(DenseAttention):
@@ -32,7 +35,8 @@ def entmax15(logits: Tensor) -> Tensor:
     """
     refuse_forward_mode("1.5-entmax")
     x = halved_below_zero(logits)
-    steps = 8 + max(1, logits.shape[-1]).bit_length() // 2  # at the start the root is within √n
+    # At the start the root is within √n. An exported graph is for any n, so it takes the steps of the largest.
+    steps = 8 + (MAX_LENGTH_BITS if is_exporting() else max(1, logits.shape[-1]).bit_length()) // 2
     with torch.no_grad():
         threshold = torch.full_like(x[..., :1], -1.0)
         for _ in range(steps if x.dtype != torch.float64 else steps + 2):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tra.attention.shared.base import Attention
 from tra.attention.shared.inputs import AttentionInputs, key_positions, scores, visible_keys
-from tra.attention.shared.row_blocks import max_rows_at_once
+from tra.attention.shared.row_blocks import max_rows_at_once, row_blocks
 
 
 class SelectiveAttention(Attention):
@@ -37,8 +37,7 @@ class SelectiveAttention(Attention):
             query = inputs.query[:, :, rows]
             return F.scaled_dot_product_attention(query, key, value, bias, dropout_p=self.dropout_now), masked
 
-        masked, read = self._masked_before(inputs), []
-        blocks = torch.arange(inputs.query.shape[2], device=key.device).split(max_rows_at_once(inputs))
+        masked, read, blocks = self._masked_before(inputs), [], row_blocks(inputs)
         for rows in blocks:
             if len(blocks) > 1 and torch.is_grad_enabled():
                 out, masked = checkpoint(read_rows, rows, masked, use_reentrant=False)

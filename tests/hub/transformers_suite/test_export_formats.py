@@ -12,9 +12,12 @@ from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
 from tests.hub.models import language_model, tokens
+from tests.slow import slow
 from tra.hub import TRAForCausalLM
 
 MECHANISMS = ["tra", "rope"]
+ANY_LENGTH = [*MECHANISMS, *slow("cope", "forgetting", "alibi", "stickbreaking", "selective", "differential", "entmax")]
+"""Not the LSTM, whose length PyTorch fixes."""
 
 
 class Logits(nn.Module):
@@ -29,7 +32,7 @@ class Logits(nn.Module):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", ANY_LENGTH)
 def test_torch_export_takes_any_length(mechanism: str, masked: bool) -> None:
     module = Logits(language_model(mechanism).float()).eval()
     example: tuple[Tensor, ...] = (tokens(2, 16),)
@@ -45,7 +48,7 @@ def test_torch_export_takes_any_length(mechanism: str, masked: bool) -> None:
             torch.testing.assert_close(program.module()(ids, *mask), module(ids, *mask), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", ANY_LENGTH)
 def test_exported_graphs_have_no_operators_of_ours(mechanism: str) -> None:
     module = Logits(language_model(mechanism).float()).eval()
     program = torch.export.export(module, (tokens(2, 16),)).run_decompositions()
@@ -66,7 +69,7 @@ def test_executorch_s_wrapper_generates_the_same(mechanism: str) -> None:
     assert torch.equal(said, model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation=None))
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("mechanism", ANY_LENGTH)
 def test_onnx_runtime_agrees(mechanism: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -19,15 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tra.attention.shared.inputs import AttentionInputs, softmax_attention
-from tra.ops.compiler_workarounds import truncate_to_bfloat16
+from tra.ops.compiler_workarounds import is_exporting, truncate_to_bfloat16
 
 PIECES = 3
 """24 bits in pieces of 8."""
 
 
 def can_use_bias_columns(inputs: AttentionInputs) -> bool:
-    """Return whether a mechanism with learnt factors may use columns. Large factors exceed float16's range."""
-    return not torch.is_grad_enabled() and inputs.query.dtype != torch.float16
+    """Return whether a mechanism with learnt factors may use columns. Large factors exceed float16's range.
+
+    They are split by their bits, which other runtimes than torch's can't, so exported graphs have no columns.
+    """
+    return not torch.is_grad_enabled() and inputs.query.dtype != torch.float16 and not is_exporting()
 
 
 def split_bits(x: Tensor, pieces: int = PIECES) -> list[Tensor]:

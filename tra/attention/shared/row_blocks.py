@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tra.attention.shared.base import Attention
 from tra.attention.shared.inputs import AttentionInputs
-from tra.ops.compiler_workarounds import softmax_or_nothing
+from tra.ops.compiler_workarounds import is_exporting, softmax_or_nothing
 
 MAX_MAP_ENTRIES = {"cpu": 2**24, "cuda": 2**26}
 """Entries of the map `[B, H, rows, Tk]` that are computed at once."""
@@ -44,9 +44,18 @@ def max_rows_at_once(inputs: AttentionInputs) -> int:
     return max(1, MAX_MAP_ENTRIES.get(inputs.query.device.type, 2**24) // (batch * heads * inputs.key.shape[2]))
 
 
+def row_blocks(inputs: AttentionInputs) -> tuple[Tensor, ...]:
+    """Return the indices of query rows, in blocks whose maps are computed at once.
+
+    An exported graph has one block: it is for any length, so it can't say how many there are.
+    """
+    rows = torch.arange(inputs.query.shape[2], device=inputs.query.device)
+    return (rows,) if is_exporting() else rows.split(max_rows_at_once(inputs))
+
+
 def map_row_blocks(attend_rows: Callable[[Tensor], Tensor], inputs: AttentionInputs) -> Tensor:
     """Call `attend_rows` on blocks of rows and join the results: `[B, H, Tq, D]`."""
-    blocks = torch.arange(inputs.query.shape[2], device=inputs.query.device).split(max_rows_at_once(inputs))
+    blocks = row_blocks(inputs)
     if len(blocks) == 1:
         return attend_rows(blocks[0])
     if torch.is_grad_enabled():
