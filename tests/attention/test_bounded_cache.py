@@ -195,6 +195,12 @@ def test_the_guard_counts_who_asks_for_more() -> None:
     assert second == {"window": 200, "queries": 0, "unmet": [0] * 4}
     assert (first["window"], first["queries"]) == (80, 2 * 40)
     assert first["unmet"] == [0, 0, 80, 80]
+    cache, (ids, mask, _) = BoundedCache(2, 80, chunk=60, guard=True), padded([120, 90], 120, "right")
+    with torch.no_grad():
+        for end in (60, *range(61, 121)):  # padding, which is read at last in the second row, doesn't count
+            model(ids[:, cache.length : end], mask[:, :end], cache)
+    assert [layer["queries"] for layer in cache.unmet_windows()] == [40 + 10] * 2
+    assert cache.unmet_windows()[0]["unmet"] == [0, 0, 50, 50]
     with pytest.raises(ValueError, match="counts nothing: make it with guard=True"):
         BoundedCache(2, 80).unmet_windows()
 

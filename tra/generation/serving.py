@@ -117,7 +117,8 @@ class Server:
         return finished + self._decode()
 
     def _join(self) -> None:
-        promised = sum(max(0, self._most_pages(len(text.tokens)) - len(text.pages)) for text in self._running)
+        reading = (text for text in self._running if text.reads_prompt)
+        promised = sum(max(0, self._most_pages(len(text.tokens)) - len(text.pages)) for text in reading)
         while self._waiting and len(self._running) < self._max_rows:
             needed = self._most_pages(len(self._waiting[0].tokens))
             if promised + needed > self._pool.available:
@@ -193,12 +194,12 @@ class Server:
     def _run(self, rows: list[Text], tokens: Tensor) -> Tensor:
         """Return hidden states of the rows' last tokens, `[B, d_model]`."""
         columns = max(max(text.pages) - min(text.pages) + 1 for text in rows)
-        table = torch.zeros(len(rows), columns, dtype=torch.int32)
-        for row, text in enumerate(rows):
-            numbers = torch.tensor(list(text.pages)).remainder(columns)
-            table[row, numbers] = torch.tensor(list(text.pages.values()), dtype=torch.int32)
+        table = [[0] * columns for _ in rows]  # columns without a page are not read
+        for row, text in zip(table, rows, strict=True):
+            for number, page in text.pages.items():
+                row[number % columns] = page
         lengths = torch.tensor([text.stored for text in rows], device=self._device)
-        self._cache.select(table.to(self._device), lengths)
+        self._cache.select(torch.tensor(table, dtype=torch.int32, device=self._device), lengths)
         return self._model.hidden(tokens, None, self._cache)[:, -1]
 
     def _advance(self, text: Text, stored: int) -> None:
