@@ -42,9 +42,10 @@ FLOATS = (
     "threshold",
     "bound",
     "log_tolerance",
+    "older_keys",
     "drop_scale",
 )
-ABSENT = ("FIRST", "LAST", "SEED", "MASK", "TABLE", "table_pages")
+ABSENT = ("FIRST", "LAST", "SEED", "MASK", "TABLE", "table_pages", "COUNTED", "COUNTED_RIGHT")
 EQUAL_ONE = ("stride_f", "group")
 MULTIPLES_OF_16 = ("n_queries", "n_rows", "chunk")
 
@@ -119,7 +120,7 @@ def show_all(margin: int, label: str) -> None:
         plain = {"RANGES": False, "ONLINE": False, "FLOAT32": False, "DROPOUT": False} | size
         (forward, *_) = block_shapes.FORWARD[2, width]
         block = {"BM": forward.rows, "BN": forward.keys, "STEEPEST": 120.0}
-        more = {"NORMS": False, "EARLY": False, "KEEP_OUT_ERROR": False, "REF_SHIFT": 0.0}
+        more = {"NORMS": False, "EARLY": False, "KEEP_OUT_ERROR": False, "REF_SHIFT": 0.0, "PIECE": False}
         kernel = forward_kernel.forward_kernel
         show(f"forward, {width}{label}", kernel, forward.warps, forward.stages, plain | block | more, forward.registers)
         for walks, table in (("long", block_shapes.BACKWARD), ("short", block_shapes.BACKWARD_SHORT)):
@@ -129,7 +130,7 @@ def show_all(margin: int, label: str) -> None:
                 "BN": backward.query_keys,
                 "KEY_RATIO": backward.keys // backward.query_keys,
             }
-            more = {"STEEPEST": 120.0, "BEFORE_NORM": True}
+            more = {"STEEPEST": 120.0, "BEFORE_NORM": True, "PIECE": False}
             show(
                 f"dq, {walks} walks, {width}{label}", backward_kernels.query_gradient_kernel, backward.query_warps,
                 backward.query_stages, plain | block | more, backward.query_registers,

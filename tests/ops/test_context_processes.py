@@ -22,7 +22,7 @@ from tra.ops.context.transport import GroupTransport
 pytestmark = pytest.mark.slow
 
 TIMEOUT = datetime.timedelta(seconds=90)
-SHORT = datetime.timedelta(seconds=3)
+SHORT = datetime.timedelta(seconds=5)
 
 
 def join(rank: int, ranks: int, folder: Path) -> None:
@@ -51,10 +51,9 @@ def lose_a_rank(rank: int, ranks: int, folder: Path, found: Connection) -> None:
     """Call with a rank that doesn't, and then with one that has ended; send what is raised, and after how long."""
     join(rank, ranks, folder)
     groups = [dist.new_group(timeout=limit) for limit in (SHORT, TIMEOUT)]
-    for group in groups:
-        attend(group)
+    attend(groups[1])
     if rank == 1:
-        time.sleep(8)
+        time.sleep(15)
         os._exit(1)
     for group in groups:
         begun = time.monotonic()
@@ -121,8 +120,8 @@ def test_what_is_not_sent(results: dict[str, list[Shared]]) -> None:
 def test_a_lost_rank_is_an_error(tmp_path: Path) -> None:
     """A rank that doesn't answer, by the group's timeout; one that has ended, as soon as its connection closes."""
     receivers, processes = launch(lose_a_rank, 2, tmp_path)
-    for limit in (SHORT.seconds + 5, 30):
-        assert receivers[0].poll(timeout=60)
+    for limit in (SHORT.seconds + 5, 60):
+        assert receivers[0].poll(timeout=150)
         said, seconds = receivers[0].recv()
         assert said
         assert seconds < limit

@@ -67,7 +67,7 @@ def segments_before(parts: SequenceParts, part: int) -> list[Segment]:
     if part > 0:
         stop = size = parts.size(part - 1)
         while stop > 0:
-            start = max(0, stop - max(SMALLEST_SEGMENT, size - stop))
+            start = max(0, stop - max(SMALLEST_SEGMENT, (size - stop) // 2))  # half of what has been read
             found.append(Segment(part - 1, start, stop))
             stop = start
     return found + [Segment(older, 0, parts.size(older)) for older in range(part - 2, -1, -1)]

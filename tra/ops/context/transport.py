@@ -49,15 +49,18 @@ class GroupTransport:
         def wait() -> None:
             for work in works:
                 work.wait()
+            operations.clear()  # until here what is sent must not be freed
 
         return wait
 
     def all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         gathered = torch.empty(self.ranks, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        work = dist.all_gather_into_tensor(gathered, tensor[None].contiguous(), group=self.group, async_op=True)
+        sent = tensor[None].contiguous()
+        work = dist.all_gather_into_tensor(gathered, sent, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
+            assert len(sent) == 1  # until here what is sent must not be freed
             return gathered
 
         return wait
