@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks import command
 from tra.bench.step import Shape, run_config
@@ -31,7 +32,7 @@ from tra.tasks import Batch
 from tra.training.distributed import Ranks
 from tra.training.loss import TrainingLoss
 from tra.training.optimizer import adamw
-from tra.training.parallel import compile_layers, is_compiled, shard, share
+from tra.training.parallel import compile_layers, is_compiled, release, shard, share
 from tra.training.step import StepFunction, make_step
 
 STEPS = 10
@@ -43,8 +44,8 @@ ONE_PROCESS = ("whole", "pieces", "layers", "fsdp")
 """As `tra train` runs it; the same in two pieces; each layer compiled by itself; that under FSDP2."""
 
 
-def build_step(kind: str, config: RunConfig, device: torch.device, ranks: Ranks) -> StepFunction:
-    """Return a step of one process (`ONE_PROCESS`), or of several ("ddp" or "fsdp")."""
+def build_step(kind: str, config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[nn.Module, StepFunction]:
+    """Return a loss and its step, of one process (`ONE_PROCESS`) or of several ("ddp" or "fsdp")."""
     torch.manual_seed(0)
     model = Decoder(config.model).train()
     loss: Any = TrainingLoss(model)
@@ -60,7 +61,7 @@ def build_step(kind: str, config: RunConfig, device: torch.device, ranks: Ranks)
     if kind == "pieces":
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=2))
     optimizer = adamw(model, config.optim, device)
-    return make_step(model, optimizer, config, config.task.build().size("train"), device, ranks, loss)
+    return loss, make_step(model, optimizer, config, config.task.build().size("train"), device, ranks, loss)
 
 
 def batches(config: RunConfig, device: torch.device, ranks: Ranks) -> list[Batch]:
@@ -76,7 +77,8 @@ def measure(kind: str, config: RunConfig, device: torch.device, ranks: Ranks, ro
     """Return the losses of the first steps, and milliseconds of a step: the median over rounds."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    step, drawn = build_step(kind, config, device, ranks), batches(config, device, ranks)
+    drawn = batches(config, device, ranks)
+    loss, step = build_step(kind, config, device, ranks)
     losses = [float(step(batch)[0]) for batch in drawn]
     times = []
     for _ in range(rounds):
@@ -86,6 +88,7 @@ def measure(kind: str, config: RunConfig, device: torch.device, ranks: Ranks, ro
             step(batch)
         wait_for(device)
         times.append(1e3 * (time.perf_counter() - begun) / STEPS)
+    release(loss)
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
     return {
         "processes": ranks.world,

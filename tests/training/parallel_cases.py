@@ -22,7 +22,7 @@ from tra.runs import RunFolder
 from tra.training import Trainer
 from tra.training import loss as loss_module
 from tra.training.distributed import Ranks, join_processes
-from tra.training.parallel import whole_tensors
+from tra.training.parallel import release, whole_tensors
 
 CPU = torch.device("cpu")
 COMMON = (
@@ -121,6 +121,7 @@ def train_case(case: Case, config: RunConfig, folder: Path, ranks: Ranks | None 
         exchanges = Exchanges()
         with exchanges if case.counted else contextlib.nullcontext():
             trainer.one_step()
+        release(trainer.loss)
         found = whole_tensors(trainer.model.state_dict(), ranks) | {"losses": torch.stack(losses)}
         return found | {f"sent.{name}": torch.tensor(number) for name, number in exchanges.found.items()}
     finally:

@@ -83,6 +83,16 @@ def gradient_sync(loss: nn.Module, enabled: bool) -> Iterator[None]:
         yield
 
 
+def release(loss: nn.Module) -> None:
+    """Let go of DDP's reducer, while the processes are still connected. The loss can't be used afterwards.
+
+    If it were the last to hold the group, its destructor would wait for the group's threads with Python's lock held,
+    which they may need to end.
+    """
+    if isinstance(loss, DistributedDataParallel):
+        del loss.logger, loss.reducer
+
+
 def is_sharded(loss: nn.Module) -> bool:
     """Return whether each process holds a part of the weights."""
     return isinstance(loss, FSDPModule)

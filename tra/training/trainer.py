@@ -41,7 +41,7 @@ from tra.training.optimizer import (
     optimizer_tensors,
     set_rate,
 )
-from tra.training.parallel import is_sharded, local_part, share, training_statistics, whole_tensors
+from tra.training.parallel import is_sharded, local_part, release, share, training_statistics, whole_tensors
 from tra.training.sharded_checkpoint import load_into_shards, save_sharded_checkpoint
 from tra.training.step import make_step
 from tra.training.stopping import (
@@ -134,7 +134,10 @@ def train(
         if is_finished:
             return Result(chosen.train.steps, "done")
         trainer = Trainer(chosen, run, device, progress if ranks.is_first else lambda _: None, ranks)
-        return trainer.run_until(None if time_limit is None else started + time_limit)
+        try:
+            return trainer.run_until(None if time_limit is None else started + time_limit)
+        finally:
+            release(trainer.loss)
 
 
 def _has_final_weights(run: RunFolder, report: Callable[[str], None]) -> bool:
