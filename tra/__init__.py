@@ -75,7 +75,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     It stands here because every package may import it.
     """
     if ".py:" in name:
-        file = name.rpartition(":")[0]
+        file = name.partition(".py:")[0].rpartition("/")[2] + ".py"
         return (
             f"the {kind} {name!r} needs {file} of your own, imported only when you name it: add --import FOLDER/{file} "
             "(in Python: tra.import_file)"

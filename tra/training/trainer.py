@@ -228,7 +228,11 @@ class Trainer:
 
     def _before_update(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call a function in every step before weights change, and let signals in before that; return how to end it."""
-        handles = [layer.register_forward_hook(let_signals_in) for layer in self.model.layers]
+        parts = [part for layer in self.model.layers for part in layer.named_modules()]
+        if self.config.train.compile == "on":  # a compiled step runs as one piece
+            parts = []
+        # Projections that a layer fuses take no hooks.
+        handles = [m.register_forward_hook(let_signals_in) for name, m in parts if not name.startswith("self_attn.")]
         update = self.optimizer.register_step_pre_hook(lambda *_: call())
 
         def remove() -> None:
