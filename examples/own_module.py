@@ -38,11 +38,13 @@ class Block(nn.Module):
         query, key = (F.rms_norm(y, (self.head_width,)) for y in (query, key))  # no learned scale: scores stay bounded
         if cached is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(cached, (key, value), strict=True))
+        gates = self.gate(h)
+        gates = gates.to(torch.promote_types(gates.dtype, torch.float32))  # δ is float32 at least
         attended = tra.threshold_relative_attention(
             query,
             key,
             value,
-            F.logsigmoid(self.gate(h).float()).transpose(1, 2),  # [B, H, T], float32 whatever the model's dtype is
+            F.logsigmoid(gates).transpose(1, 2),  # [B, H, T]
             margin=self.margin,
             score_bound=math.sqrt(self.head_width) * BF16_ROUNDING,  # lets a walk stop without reading norms of keys
         )
