@@ -15,7 +15,8 @@ from tra.ops import api, choice
 PACKAGE = Path(tra.__file__).parent
 TRITON = (
     "availability", "backward", "backward_kernels", "block_shapes", "decode", "decode_kernels", "decode_plan",
-    "forward", "forward_kernel", "kernel_parts", "launch", "projection_kernels", "projection_launch", "projections",
+    "direct_launch", "eager", "forward", "forward_kernel", "kernel_parts", "launch", "projection_kernels",
+    "projection_launch", "projections",
 )  # fmt: skip
 FAMILIES = {
     "reference": {"tra.ops.reference"},
