@@ -9,12 +9,15 @@ Of pointers, Triton's specialisation depends on whether they are multiples of 16
 
 This rests on how Triton 3.6 calls a compiled kernel: `kernel.run(*grid, stream, function, metadata, hook's metadata,
 hooks, *arguments)`, pointers as integers or tensors. With other versions no plan is made, and Triton launches.
+
+No GPU has run this yet. Until one has, it has to be asked for: `TRA_DIRECT_LAUNCH=1` in the environment.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -171,12 +174,13 @@ def _runtime_knobs() -> Any:
     """Return Triton's settings of launches; None where launches can't be made directly."""
     import triton
 
-    known = triton.__version__.startswith(TRITON_VERSIONS) and torch.version.hip is None
-    return triton.knobs.runtime if known else None
+    is_wanted = os.environ.get("TRA_DIRECT_LAUNCH") == "1"
+    is_known = triton.__version__.startswith(TRITON_VERSIONS) and torch.version.hip is None
+    return triton.knobs.runtime if is_wanted and is_known else None
 
 
 def can_launch_directly() -> bool:
-    """Return whether Triton is of a known version, and no profiler has set a hook on launches."""
+    """Return whether it is asked for, Triton is of a known version, and no profiler has set a hook on launches."""
     knobs = _runtime_knobs()
     if knobs is None:
         return False
