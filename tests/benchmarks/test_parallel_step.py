@@ -11,7 +11,12 @@ from tra.bench.step import Shape
 
 @pytest.mark.slow
 def test_a_row_per_engine_and_losses_that_agree() -> None:
-    result = bench_parallel_step(Shape("tiny", 4, 16), torch.device("cpu"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes that it starts
+    try:
+        result = bench_parallel_step(Shape("tiny", 4, 8), torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
     rows = {(row["processes"], row["kind"]): row for row in result["rows"]}
     assert set(rows) == {(1, "whole"), (1, "pieces"), (1, "layers"), (1, "fsdp"), (2, "ddp"), (2, "fsdp")}
     assert all(row["step_ms"] > 0 for row in rows.values())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tra.runs import RunFolder
 from tra.training.checkpoint import describe_checkpoint, load_checkpoint
+from tra.training.distributed import RankLostError
 
 
 class DiskFullError(Exception):
@@ -36,7 +37,10 @@ class StopRequest:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """Record SIGTERM and Ctrl-C instead of obeying them. A second one ends the process at once."""
+    """Record SIGTERM and Ctrl-C instead of obeying them. A second one ends the process at once.
+
+    After a RankLostError SIGTERM is ignored for good.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield request
@@ -54,6 +58,9 @@ def catch_stop_signals() -> Iterator[StopRequest]:
         signal.signal(number, record)
     try:
         yield request
+    except RankLostError:  # torchrun sends SIGTERM to all that are left: they are ending, and first say why
+        before[signal.SIGTERM] = signal.SIG_IGN
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
