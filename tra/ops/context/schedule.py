@@ -62,12 +62,14 @@ class Schedule:
 
 
 def segments_before(parts: SequenceParts, part: int) -> list[Segment]:
-    """Return the keys older than a part, newest first: its neighbour in growing segments, then whole parts."""
+    """Return the keys older than a part, newest first: each segment half as long as all before, within a part."""
     found: list[Segment] = []
-    if part > 0:
-        stop = size = parts.size(part - 1)
+    read = 0
+    for older in range(part - 1, -1, -1):
+        stop = parts.size(older)
         while stop > 0:
-            start = max(0, stop - max(SMALLEST_SEGMENT, (size - stop) // 2))  # half of what has been read
-            found.append(Segment(part - 1, start, stop))
+            start = max(0, stop - max(SMALLEST_SEGMENT, read // 2))
+            found.append(Segment(older, start, stop))
+            read += stop - start
             stop = start
-    return found + [Segment(older, 0, parts.size(older)) for older in range(part - 2, -1, -1)]
+    return found
