@@ -13,6 +13,7 @@ from tests.report.test_figures import run
 from tra.report import style
 from tra.report.breakdowns import breakdown, footnotes, marks
 from tra.report.figures import write_figures
+from tra.report.heatmaps import panels
 from tra.report.page.data import page_data
 from tra.report.runs import EvaluatedRun, read_run
 from tra.report.summary import write_summary
@@ -107,3 +108,11 @@ def test_telling_heads_look_at_single_keys_further_back(tmp_path: Path) -> None:
     assert np.count_nonzero(telling(maps)) == 1
     assert most_telling(maps._replace(marked=np.array([], int)), 1) == [(0, 1)]
     assert most_telling(maps, 2) == [(0, 0), (1, 2)]
+
+
+def test_few_heads_stand_in_a_row_beside_those_of_the_next_run(tmp_path: Path) -> None:
+    many = read_attention(make_maps(make_run(tmp_path / "a", "tra"), layers=2, heads=3) / "attend.npz")
+    few = read_attention(make_maps(make_run(tmp_path / "b", "rope"), layers=1, heads=2) / "attend.npz")
+    places = [(panel.run, panel.row, panel.column) for panel in panels([many, few], 4)]
+    assert places == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 3), (1, 0, 4), (1, 0, 5)]
+    assert len(panels([many, few])) == 8
