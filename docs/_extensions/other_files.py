@@ -1,7 +1,8 @@
 """Show files from outside `docs/` as pages: a line `<!-- page: ../results/demo/README.md -->` becomes the file's text.
 
 Links in it keep their meaning: to another file that is a page, to that page; to any other file, to a copy that the site
-carries; to a folder, to the files of the folder that are read first. A link to nothing is an error.
+carries; to a folder, to the files of the folder that are read first. A link to nothing is an error. Under a page's own
+title the file's headings move down one level.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sphinx.errors import ExtensionError
 
 PAGE = re.compile(r"^<!-- page: (\S+) -->$", re.MULTILINE)
 LINK = re.compile(r"(!?\[[^\]\n]*\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+HEADING = re.compile(r"^(?=#+ )", re.MULTILINE)
 FIRST_FILES = ("README.md", "eval.jsonl", "perplexity.jsonl", "config.json")
 
 
@@ -51,7 +53,8 @@ def read(app: Sphinx, name: str, content: list[str]) -> None:
     def filled(found: re.Match[str]) -> str:
         source = (page.parent / found[1]).resolve()
         app.env.note_dependency(str(source))
-        return move_links(source.read_text(), source, page, pages)
+        text = move_links(source.read_text(), source, page, pages)
+        return HEADING.sub("#", text) if content[0].startswith("# ") else text
 
     content[0] = PAGE.sub(filled, move_links(content[0], page, page, pages))
 
