@@ -23,6 +23,11 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages()
 README = TEXTS["README.md"]
 SLOW = ("docs/first-model.md",)
 """Pages whose code trains a model."""
+OWN_TESTS = {
+    "docs/bounded-memory.md": "test_bounded_memory_guide.py",
+    "docs/context-parallel.md": "test_context_parallel_guide.py",
+}
+"""Pages whose code needs names that are not in it, and the tests that run it."""
 
 
 def in_one_line(page: str) -> str:
@@ -40,6 +45,7 @@ def bench(name: str) -> list[dict[str, Any]]:
     [
         pytest.param(page, code, marks=pytest.mark.slow if page in SLOW else (), id=f"{page}-{number}")
         for page, text in TEXTS.items()
+        if page not in OWN_TESTS
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     ],
 )
@@ -49,6 +55,11 @@ def test_code_runs(page: str, code: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert "tra export flipflop-tra my-model" in TEXTS[page]
         export_run(RunFolder.open("flipflop-tra"), "my-model")
     exec(code, {})
+
+
+def test_other_code_has_tests_of_its_own() -> None:
+    for page, test in OWN_TESTS.items():
+        assert Path(page).name in (Path(__file__).parent / test).read_text()
 
 
 def test_the_tree_is_the_tree() -> None:
