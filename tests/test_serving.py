@@ -159,6 +159,61 @@ def test_requests_are_taken_as_they_are_needed() -> None:
     assert len(taken) < 12
 
 
+def test_an_error_of_the_listener_loses_no_token() -> None:
+    """As when one client of several has gone: the others' texts go on where they were."""
+    model, heard, said = decoder("tra").float(), [], {}
+
+    def listen(number: int, token: int) -> None:
+        heard.append((number, token))
+        if len(heard) % 4 == 0:
+            raise ConnectionError
+
+    asked = requests()
+    server, errors = Server(model, 20, prefill_chunk=64, stream=listen), 0
+    for request in asked:
+        server.submit(request)
+    for _ in range(200):
+        try:
+            said |= {each.number: each.tokens for each in server.step()}
+        except ConnectionError:
+            errors += 1
+    assert errors > 3
+    assert not server.is_busy
+    assert said == {number: alone(model, request) for number, request in enumerate(asked)}
+    for number, tokens in said.items():
+        assert [token for name, token in heard if name == number] == tokens
+
+
+def test_cancelled_requests_free_their_pages() -> None:
+    """While they wait, read, and decode, and within the step that gives them a token."""
+    model, said = decoder("tra").float(), {}
+    asked = [Request(prompt(100, seed=1) + prompt(1 + seed, seed=seed), 70) for seed in range(8)]
+    heard: list[tuple[int, int]] = []
+
+    def listen(number: int, token: int) -> None:
+        heard.append((number, token))
+        if number == 2 and len(heard) > 20:
+            server.cancel(2)
+
+    server = Server(model, 9, prefill_chunk=64, max_rows=4, stream=listen)
+    for request in asked:
+        server.submit(request)
+    assert server.cancel(7)
+    server.step()
+    assert server.cancel(0)
+    for _ in range(8):
+        said |= {each.number: each.tokens for each in server.step()}
+    assert server.cancel(1)
+    assert not server.cancel(1)
+    while server.is_busy:
+        said |= {each.number: each.tokens for each in server.step()}
+    assert said == {number: alone(model, asked[number]) for number in (3, 4, 5, 6)}
+    assert server._pool.available == 9
+    assert not any(server._pool._users)
+    assert not server.cancel(3)
+    assert not server.cancel(99)
+
+
 def test_pages_are_handed_out_and_taken_back() -> None:
     pool = PagePool(3)
     pages = [pool.take() for _ in range(3)]

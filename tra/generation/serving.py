@@ -66,6 +66,10 @@ class Server:
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
         """In the order in which they joined."""
+        self._finished: list[Completion] = []
+        """What the next step returns: kept here, as a step may end with an error after a request is finished."""
+        self._unheard: deque[tuple[int, int]] = deque()
+        """Numbers and tokens for `stream`."""
         self._count = 0
 
     @property
@@ -76,7 +80,7 @@ class Server:
     @property
     def is_busy(self) -> bool:
         """Whether a request is unfinished."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self._finished)
 
     def submit(self, request: Request) -> int:
         """Take a request, and return its number. It joins when there is room.
@@ -105,16 +109,35 @@ class Server:
         self._count += 1
         return self._count - 1
 
+    def cancel(self, number: int) -> bool:
+        """Drop a request and free its pages; it is never returned. It may be called from within `stream`.
+
+        Returns:
+            Whether it was unfinished.
+        """
+        for texts in (self._waiting, self._running):
+            for text in texts:
+                if text.number == number:
+                    texts.remove(text)
+                    self._free_pages(text)
+                    return True
+        return False
+
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """Read a chunk of one prompt, and decode a token of each request that has read its own.
 
+        After an error, as of `stream` or for lack of memory, the server can go on: no token is lost.
+
         Returns:
             What is finished.
         """
+        self._tell()
         self._join()
-        finished = self._read_chunk()
-        return finished + self._decode()
+        self._read_chunk()
+        self._decode()
+        finished, self._finished = self._finished, []
+        return finished
 
     def _join(self) -> None:
         reading = (text for text in self._running if text.reads_prompt)
@@ -133,36 +156,39 @@ class Server:
             return all_pages
         return min(all_pages, (self._window + self._chunk + PAGE_SIZE - 3) // PAGE_SIZE + 1)
 
-    def _read_chunk(self) -> list[Completion]:
+    def _read_chunk(self) -> None:
         text = next((text for text in self._running if text.reads_prompt), None)
         if text is None:
-            return []
+            return
         self._share_pages(text)
         if not text.reads_prompt:  # all but the last token was known, which is decoded with the others
-            return []
+            return
         start, end = text.stored, min(text.stored + self._chunk, len(text.tokens))
         if end < len(text.tokens) and end // PAGE_SIZE * PAGE_SIZE > start:
             end -= end % PAGE_SIZE  # so that the next chunk may begin with shared pages
         if not self._has_pages(text, end):
-            return []
+            return
         hidden = self._run([text], torch.tensor([text.tokens[start:end]], device=self._device))
+        chosen = self._choose([text], hidden) if end == len(text.tokens) else []
         page_keys(text.tokens, text.keys, end // PAGE_SIZE)
         for page in range(start // PAGE_SIZE, end // PAGE_SIZE):
             self._pool.remember(text.pages[page], text.keys[page])
         self._advance(text, end)
-        return self._choose([text], hidden) if end == len(text.tokens) else []
+        if chosen:
+            self._add_tokens([text], chosen)
 
-    def _decode(self) -> list[Completion]:
+    def _decode(self) -> None:
         for text in list(self._running):  # the oldest first: those that come later may lose their pages
             if text in self._running and not text.reads_prompt:
                 self._has_pages(text, len(text.tokens))
         rows = [text for text in self._running if not text.reads_prompt]
         if not rows:
-            return []
+            return
         hidden = self._run(rows, torch.tensor([text.tokens[-1:] for text in rows], device=self._device))
+        chosen = self._choose(rows, hidden)
         for text in rows:
             self._advance(text, len(text.tokens))
-        return self._choose(rows, hidden)
+        self._add_tokens(rows, chosen)
 
     def _share_pages(self, text: Text) -> None:
         """Take over pages that another text has filled with the same beginning. The last token is always read."""
@@ -182,14 +208,18 @@ class Server:
                 continue
             while (page := self._pool.take()) is None:
                 last = self._running.pop()
-                for former in last.pages.values():
-                    self._pool.release(former)
-                last.pages, last.stored = {}, 0
+                self._free_pages(last)
                 self._waiting.appendleft(last)
                 if last is text:
                     return False
             text.pages[number] = page
         return True
+
+    def _free_pages(self, text: Text) -> None:
+        """Give back all pages of a text, which would have to be read again."""
+        for page in text.pages.values():
+            self._pool.release(page)
+        text.pages, text.stored = {}, 0
 
     def _run(self, rows: list[Text], tokens: Tensor) -> Tensor:
         """Return hidden states of the rows' last tokens, `[B, d_model]`."""
@@ -210,8 +240,8 @@ class Server:
             for number in [number for number in text.pages if number < beyond]:
                 self._pool.release(text.pages.pop(number))
 
-    def _choose(self, rows: list[Text], hidden: Tensor) -> list[Completion]:
-        """Add the next token to each text, and return those that are finished."""
+    def _choose(self, rows: list[Text], hidden: Tensor) -> list[int]:
+        """Return the next token of each text."""
         logits = self._model.lm_head(hidden)[:, : self._vocabulary]
         if bool(logits.isnan().any()):
             raise ValueError("the model's logits are NaN: there is no token to choose")
@@ -221,17 +251,26 @@ class Server:
                 noise = torch.empty_like(logits[row : row + 1], dtype=torch.float32)
                 noise.exponential_(generator=text.generator).clamp_(min=TINY)
                 chosen[row] = text.request.sampling.choose(logits[row : row + 1], noise)[0, 0]
-        finished = []
-        for text, token in zip(rows, chosen.tolist(), strict=True):
+        tokens: list[int] = chosen.tolist()
+        return tokens
+
+    def _add_tokens(self, rows: list[Text], chosen: list[int]) -> None:
+        """Add a token to each text, and end those that are finished; then tell `stream`."""
+        for text, token in zip(rows, chosen, strict=True):
             text.tokens.append(token)
-            if self._stream is not None:
-                self._stream(text.number, token)
             if len(text.new_tokens) == text.request.max_new_tokens or token in text.request.stop_tokens:
                 self._running.remove(text)
-                for page in text.pages.values():
-                    self._pool.release(page)
-                finished.append(Completion(text.number, text.request, text.new_tokens))
-        return finished
+                self._free_pages(text)
+                self._finished.append(Completion(text.number, text.request, text.new_tokens))
+            self._unheard.append((text.number, token))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Call `stream` with the tokens that it hasn't got yet. Where it raises an error, the next step goes on."""
+        while self._unheard:
+            number, token = self._unheard.popleft()
+            if self._stream is not None:
+                self._stream(number, token)
 
 
 def serve(
