@@ -152,7 +152,7 @@ def bench_long_text(
         if len(blocks) % 50 == 0:
             progress(f"{len(blocks) * block:,} of {tokens:,} tokens")
     assert len(held) == 1, "the cache has grown"
-    row = {"way": "generated" if generates else "read", "tokens": tokens, "windows": list(windows)}
+    row: dict[str, Any] = {"way": "generated" if generates else "read", "tokens": tokens, "windows": list(windows)}
     row |= {"cache_bytes": held.pop()} | summary(blocks, tokens, block, max(windows))
     series = {
         "us_per_token": [round(1e6 * one.seconds / block, 2) for one in blocks],

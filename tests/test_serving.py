@@ -161,7 +161,9 @@ def test_requests_are_taken_as_they_are_needed() -> None:
 
 def test_an_error_of_the_listener_loses_no_token() -> None:
     """As when one client of several has gone: the others' texts go on where they were."""
-    model, heard, said = decoder("tra").float(), [], {}
+    model = decoder("tra").float()
+    heard: list[tuple[int, int]] = []
+    said: dict[int, list[int]] = {}
 
     def listen(number: int, token: int) -> None:
         heard.append((number, token))
@@ -186,7 +188,8 @@ def test_an_error_of_the_listener_loses_no_token() -> None:
 
 def test_cancelled_requests_free_their_pages() -> None:
     """While they wait, read, and decode, and within the step that gives them a token."""
-    model, said = decoder("tra").float(), {}
+    model = decoder("tra").float()
+    said: dict[int, list[int]] = {}
     asked = [Request(prompt(100, seed=1) + prompt(1 + seed, seed=seed), 70) for seed in range(8)]
     heard: list[tuple[int, int]] = []
 

@@ -112,6 +112,9 @@ class TrainConfig:
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     """How the processes that torchrun starts share a step: "ddp" keeps all weights in each, "fsdp" a part of them;
     "auto" is "ddp", and "none" refuses more than one. A single process is the same with any of them."""
+    context_parallel: int = 1
+    """Processes that share each row, a part of its tokens in each: for rows too long for one. They are neighbours, and
+    groups of them share the batch by `parallel`. For TRA. Where there are fewer processes, all of them share."""
     checkpoint_activations: bool = False
     """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time."""
     log_every: int = 100
@@ -122,7 +125,8 @@ class TrainConfig:
     """Logged steps in a row whose loss is not finite, at which the run ends. Its last good checkpoint is kept."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "log_every", "checkpoint_every", "max_nonfinite_steps"):
+        counts = ("steps", "batch_size", "accumulate", "context_parallel", "log_every", "checkpoint_every")
+        for name in (*counts, "max_nonfinite_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} must be at least 1, got {getattr(self, name)}")
         if self.batch_size % self.accumulate:
@@ -168,6 +172,8 @@ class RunConfig:
             task.lengths(split)
         model = dataclasses.replace(self.model, vocab_size=task.vocab_size)
         _check_size(model, task.size("train") * self.train.batch_size)
+        if self.train.context_parallel > 1:
+            _check_shared_rows(model, self.train.context_parallel, task.size("train"))
         found = sources(
             {"mechanism": model.mechanism, "task": self.task.name}, (*BUILT_IN_MECHANISMS, *BUILT_IN_TASKS, Text.name)
         )
@@ -257,6 +263,19 @@ def _check_size(model: DecoderConfig, tokens: int) -> None:
         raise ValueError(f"the model would have about {parameters:.1e} parameters, more than {MAX_PARAMETERS:.0e}")
     if tokens > MAX_BATCH_TOKENS:
         raise ValueError(f"a batch would have {tokens:.1e} tokens, more than {MAX_BATCH_TOKENS:.1e}")
+
+
+def _check_shared_rows(model: DecoderConfig, processes: int, length: int) -> None:
+    """Refuse rows that processes can't share."""
+    if not MECHANISMS[model.mechanism].takes_parts:
+        raise ValueError(f"train.context_parallel is for TRA: {model.mechanism} can't attend to a row in parts")
+    if model.dropout > 0 or model.rotary:
+        name = "dropout=0" if model.dropout > 0 else "rotary=false"
+        raise ValueError(f"train.context_parallel={processes} needs model.{name}")
+    if length < 2 * processes:
+        raise ValueError(
+            f"train.context_parallel={processes} needs rows of at least {2 * processes} tokens, got {length}"
+        )
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> list[str]:

@@ -40,11 +40,23 @@ class Ranks:
                 f"train.parallel=none trains in one process, but torchrun started {self.world}: "
                 "set train.parallel=ddp or fsdp"
             )
-        if train.batch_size % (self.world * train.accumulate):
+        sharing = self.sharing(train)
+        if self.world % sharing:
             raise ValueError(
-                f"a batch of {train.batch_size} can't be dealt to {self.world} processes in {train.accumulate} pieces "
+                f"train.context_parallel={sharing} needs a multiple of {sharing} processes, "
+                f"torchrun started {self.world}"
+            )
+        takers = self.world // sharing
+        if train.batch_size % (takers * train.accumulate):
+            to = f"{takers} processes" if sharing == 1 else f"{takers} groups of {sharing} processes"
+            raise ValueError(
+                f"a batch of {train.batch_size} can't be dealt to {to} in {train.accumulate} pieces "
                 "each: train.batch_size must be a multiple of both"
             )
+
+    def sharing(self, train: TrainConfig) -> int:
+        """Return how many processes share each row: as many as asked for, or all where there are fewer."""
+        return min(train.context_parallel, self.world)
 
     def add_up(self, tensor: Tensor) -> None:
         """Add up a tensor over all processes, in place."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tra.model import Decoder
+from tra.ops import SequenceParts
 from tra.ops.linear_cross_entropy import linear_cross_entropy
 from tra.tasks import Batch
 
@@ -38,15 +39,20 @@ def masked_cross_entropy(logits: Tensor, targets: Tensor, loss_mask: Tensor, cou
 
 
 def loss_and_right(
-    model: Decoder, batch: Batch, count: Tensor, call_layer: Callable[..., Tensor] | None = None
+    model: Decoder,
+    batch: Batch,
+    count: Tensor,
+    call_layer: Callable[..., Tensor] | None = None,
+    parts: SequenceParts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss over `count` scored tokens, and whether each target is the likeliest token, `[B, T]` bool.
 
     Args:
         call_layer: See `Decoder.hidden`.
+        parts: How processes share the rows, of which the batch is this one's part.
     """
     tokens, targets, loss_mask = batch
-    hidden = model.hidden(tokens, call_layer=call_layer)
+    hidden = model.hidden(tokens, call_layer=call_layer, parts=parts)
     if model.config.vocab_size < LARGE_VOCABULARY:
         logits = model.lm_head(hidden)
         return masked_cross_entropy(logits, targets, loss_mask, count), logits.detach().argmax(-1) == targets
@@ -68,18 +74,26 @@ class TrainingLoss(nn.Module):
 
     Args:
         checkpoint_activations: Compute what is inside of layers again in the backward pass.
+        parts: How processes share rows; `forward` takes this one's part of them.
     """
 
-    def __init__(self, model: Decoder, checkpoint_activations: bool = False) -> None:
+    def __init__(
+        self, model: Decoder, checkpoint_activations: bool = False, parts: SequenceParts | None = None
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.parts = model, parts
         self.call_layer = _call_checkpointed if checkpoint_activations else None
 
     def forward(self, tokens: Tensor, targets: Tensor, loss_mask: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss over `count` scored tokens, and `[COUNTS]` float64."""
-        loss, right = loss_and_right(self.model, Batch(tokens, targets, loss_mask), count, self.call_layer)
+        batch = Batch(tokens, targets, loss_mask)
+        loss, right = loss_and_right(self.model, batch, count, self.call_layer, self.parts)
         correct, scored, exact = score(right, loss_mask)
         sequences = torch.full_like(scored, len(tokens))
+        if self.parts is not None:  # a row is right where all its parts are, and one process counts it
+            exact = self.parts.transport.all_gather(exact.to(torch.uint8))().bool().all(0)
+            if self.parts.rank > 0:
+                exact, sequences = torch.zeros_like(exact), torch.zeros_like(sequences)
         return loss, torch.stack([loss.detach().double(), correct, scored, exact.sum(), sequences])
 
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tra.config import TrainConfig
-from tra.training.distributed import Ranks, explain_lost_rank
+from tra.ops import SequenceParts
+from tra.training.distributed import TIMEOUT, Ranks, explain_lost_rank
 from tra.training.loss import TrainingLoss
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -28,6 +29,20 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def is_compiled(train: TrainConfig, device: torch.device) -> bool:
     """Return whether a step is compiled on this device."""
     return train.compile == "on" or (train.compile == "auto" and device.type == "cuda")
+
+
+def share_rows(train: TrainConfig, length: int, ranks: Ranks) -> SequenceParts | None:
+    """Return how neighbouring processes share rows of `length` tokens; None if each has whole rows.
+
+    All processes call it.
+    """
+    sharing = ranks.sharing(train)
+    if sharing == 1:
+        return None
+    groups = [
+        dist.new_group(list(range(first, first + sharing)), timeout=TIMEOUT) for first in range(0, ranks.world, sharing)
+    ]
+    return SequenceParts(length, groups[ranks.rank // sharing])
 
 
 def share(loss: TrainingLoss, train: TrainConfig, device: torch.device, ranks: Ranks) -> nn.Module:

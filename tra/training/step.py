@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tra.config import RunConfig
 from tra.model import Decoder
+from tra.ops import SequenceParts
 from tra.tasks import Batch
 from tra.training.device import autocast
 from tra.training.distributed import Ranks, explain_lost_rank
@@ -29,8 +30,11 @@ def make_step(
     device: torch.device,
     ranks: Ranks | None = None,
     loss_module: nn.Module | None = None,
+    row_parts: SequenceParts | None = None,
 ) -> StepFunction:
     """Return the step of a run: this process's rows -> `[COUNTS]` float64 of all processes, on the device.
+
+    Rows that processes share come whole.
 
     In one process on a GPU a compiled step is captured as a CUDA graph. Several processes launch their kernels
     themselves: what FSDP2 gathers and frees can't be captured.
@@ -39,6 +43,7 @@ def make_step(
         size: Tokens of a row.
         ranks: The processes of the run; this one alone by default.
         loss_module: The model's loss, as `share` wraps it; not wrapped by default.
+        row_parts: How processes share rows, if they do.
     """
     ranks = Ranks() if ranks is None else ranks
     module = TrainingLoss(model, config.train.checkpoint_activations) if loss_module is None else loss_module
@@ -50,6 +55,8 @@ def make_step(
 
     def gradients(batch: Batch) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
+        if row_parts is not None:
+            batch = Batch(*(row_parts.take(x, 1) for x in batch))
         count = batch.loss_mask.sum()
         ranks.add_up(count)
         count = count.clamp(min=1)

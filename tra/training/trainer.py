@@ -41,7 +41,15 @@ from tra.training.optimizer import (
     optimizer_tensors,
     set_rate,
 )
-from tra.training.parallel import is_sharded, local_part, release, share, training_statistics, whole_tensors
+from tra.training.parallel import (
+    is_sharded,
+    local_part,
+    release,
+    share,
+    share_rows,
+    training_statistics,
+    whole_tensors,
+)
 from tra.training.sharded_checkpoint import load_into_shards, save_sharded_checkpoint
 from tra.training.step import make_step
 from tra.training.stopping import (
@@ -170,9 +178,12 @@ class Trainer:
         self.task: Task = config.task.build()
         torch.manual_seed(stream_seed(config.train.seed, "initialisation"))
         self.model = Decoder(config.model).train()
-        self.loss = share(
-            TrainingLoss(self.model, config.train.checkpoint_activations), config.train, device, self.ranks
-        )
+        size = self.task.size("train")
+        row_parts = share_rows(config.train, size, self.ranks)
+        self.row_groups = self.ranks.world // self.ranks.sharing(config.train)
+        """Groups of processes, each with rows of its own."""
+        loss = TrainingLoss(self.model, config.train.checkpoint_activations, row_parts)
+        self.loss = share(loss, config.train, device, self.ranks)
         self.is_sharded = is_sharded(self.loss)
         self.optimizer = adamw(self.model, config.optim, device)
         self.drawn: tuple[int, Batch] | None = None  # the number of the last draw, and its rows
@@ -182,8 +193,9 @@ class Trainer:
         self.saving_seconds = 0.0
         self.nonfinite_logs = 0  # log lines in a row whose loss is not finite
         self._restore()
-        size = self.task.size("train")
-        self._step_function = make_step(self.model, self.optimizer, config, size, device, self.ranks, self.loss)
+        self._step_function = make_step(
+            self.model, self.optimizer, config, size, device, self.ranks, self.loss, row_parts
+        )
 
     def run_until(self, deadline: float | None) -> Result:
         """Train to the last step; checkpoint and stop in time for the deadline, or on a signal."""
@@ -265,7 +277,7 @@ class Trainer:
         self.window += self._step_function(batch)
 
     def next_batch(self) -> Batch:
-        """Return this process's rows of the step's batch.
+        """Return this process's rows of the step's batch, whole also where processes share them.
 
         Batches of several steps are drawn at once: a sampler is many small kernels, whatever its size.
         """
@@ -274,8 +286,8 @@ class Trainer:
         if self.drawn is None or self.drawn[0] != draw:
             seed = self.config.train.seed
             self.drawn = draw, self.task.training_rows(seed, draw, rows * STEPS_PER_DRAW, self.device)
-        own = rows // self.ranks.world
-        first = index * rows + self.ranks.rank * own
+        own = rows // self.row_groups
+        first = index * rows + self.ranks.rank * self.row_groups // self.ranks.world * own
         tokens, targets, loss_mask = self.drawn[1]
         end = first + own
         return Batch(tokens[first:end], targets[first:end], loss_mask[first:end])
@@ -284,7 +296,7 @@ class Trainer:
         """Write a line of metrics over the last steps, and return it."""
         loss, correct, scored, exact, rows = self.window.tolist()
         self.window.zero_()
-        tokens = steps * self.batch.tokens.numel() * self.ranks.world
+        tokens = steps * self.batch.tokens.numel() * self.row_groups
         metrics: dict[str, Any] = {
             "step": self.step,
             "loss": loss / (rows / self.config.train.batch_size),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""Its name since torch 2.13, and the one before; neither in a torch without distributed."""
 
 
 class Message(NamedTuple):
@@ -56,7 +59,7 @@ class GroupTransport:
     def all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         gathered = torch.empty(self.ranks, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         sent = tensor[None].contiguous()
-        work = dist.all_gather_into_tensor(gathered, sent, group=self.group, async_op=True)
+        work = _all_gather(gathered, sent, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
