@@ -264,7 +264,7 @@ class Decoder(nn.Module):
             key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
             cache: From `new_cache`, or a `BoundedCache`; the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
-            parts: How processes share the sequence, of which tokens and `key_mask` are this one's part.
+            parts: How processes share the sequence, of which tokens, `key_mask` and `document_ids` are this one's part.
             call_layer: Calls a layer with its inputs, as to checkpoint activations.
         """
         check_tokens(tokens, self.config.vocab_size)
@@ -272,6 +272,8 @@ class Decoder(nn.Module):
         if parts is not None:
             if not MECHANISMS[self.config.mechanism].takes_parts:
                 raise ValueError(f"{self.config.mechanism} can't attend to a sequence that processes share: use tra")
+            if document_ids is not None:
+                parts, document_ids = parts.with_documents(document_ids), None
             call_layer = functools.partial(_call_with_parts, parts, call_layer)
         return run_layers(x, self.layers, self.norm, key_mask, cache, document_ids, call_layer)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,8 +56,38 @@ def test_a_decoder_has_the_logits_and_the_gradients_of_one_process(mechanism: st
         torch.testing.assert_close(sum(found), expected_gradient.double(), rtol=1e-5, atol=1e-8)
 
 
+def test_packed_documents() -> None:
+    """They begin in any part, and the third is longer than a part; an id may come again."""
+    torch.manual_seed(0)
+    config = tra.DecoderConfig(19, d_model=32, n_layers=2, n_heads=4, margin=1.0, embedding_init="normal")
+    model = tra.Decoder(config).double()
+    tokens = torch.randint(19, (2, 75))
+    lengths = ([3, 20, 31, 1, 20], [75])
+    ids = torch.stack(
+        [torch.tensor([7, 5, 7, 8, 9])[: len(row)].repeat_interleave(torch.tensor(row)) for row in lengths]
+    )
+    expected = model(tokens, document_ids=ids)
+    weights = torch.randn_like(expected)
+    expected_gradients = gradients(model, (expected * weights).sum())
+
+    def work(transport: ThreadTransport) -> tuple[Tensor, list[Tensor]]:
+        parts = SequenceParts(75, transport)
+        logits = model(parts.take(tokens, 1), document_ids=parts.take(ids, 1), parts=parts)
+        return parts.join(logits, 1), gradients(model, (logits * parts.take(weights, 1)).sum())
+
+    results = run_ranks(3, work)
+    for logits, _ in results:
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-12)
+    for expected_gradient, *found in zip(expected_gradients, *(grads for _, grads in results), strict=True):
+        torch.testing.assert_close(sum(found), expected_gradient, rtol=1e-8, atol=1e-10)
+
+
 class Alone:
     rank, ranks = 0, 1
+
+    @staticmethod
+    def all_gather(tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor[None]
 
 
 def test_what_cannot_be_shared_is_an_error() -> None:
@@ -66,10 +98,18 @@ def test_what_cannot_be_shared_is_an_error() -> None:
     model = tra.Decoder(tra.DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, dropout=0.5))
     with pytest.raises(ValueError, match=r"has no dropout, got 0\.5: set it to 0"):
         model(tokens, parts=parts)
-    with pytest.raises(ValueError, match="goes neither with a cache nor with document_ids"):
-        model(tokens, document_ids=tokens, parts=parts)
-    with pytest.raises(ValueError, match="goes neither with a cache nor with document_ids"):
+    with pytest.raises(ValueError, match="doesn't go with a cache"):
         model.eval()(tokens, cache=model.new_cache(), parts=parts)
+    layer = tra.ThresholdRelativeAttention(8, 2)
+    packed, x = parts.with_documents(tokens), torch.zeros(2, 8, 8)
+    with pytest.raises(ValueError, match="give either key_mask or documents"):
+        layer(x[:1], torch.ones(1, 8, dtype=torch.bool), parts=packed)
+    with pytest.raises(ValueError, match="the documents are of 1 rows, query has 2"):
+        layer(x, parts=packed)
+    with pytest.raises(ValueError, match=r"document_ids must be \[B, 8\], got \(8,\)"):
+        parts.with_documents(tokens[0])
+    with pytest.raises(ValueError, match="process 0 of 1 has 8 of 8 tokens, got 5"):
+        parts.with_documents(tokens[:, :5])
     layer = tra.ThresholdRelativeAttention(8, 2, rotary=True)
     with pytest.raises(ValueError, match="rotary=True needs positions"):
         layer(torch.zeros(1, 8, 8), parts=parts)

@@ -65,6 +65,7 @@ class Case:
     gates: float | None = None  # log_forget of every other row, in place of those at initialisation
     flattest: float | None = None  # no log_forget is above it
     nan: str | None = None  # the tensor that has a NaN, a third from its end
+    documents: tuple[tuple[int, ...], ...] = ()  # of each row, where further documents begin
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self) -> Inputs:
@@ -96,6 +97,24 @@ class Case:
     def key_mask(self) -> Tensor | None:
         return None if self.padded is None else padding(self.padded, 2 if self.content is None else 1, self.length)
 
+    def document_ids(self) -> Tensor:
+        """`[B, T]`: 0, 1, 0, 1, ..., as an id may come again."""
+        ids = torch.zeros(len(self.documents), self.length, dtype=torch.int64)
+        for row, begins in zip(ids, self.documents, strict=True):
+            for begin in begins:
+                row[begin] = 1
+        return ids.cumsum(1) % 2
+
+    def seen(self) -> Tensor:
+        """The keys that queries see, `[B or 1, 1, T, T]`."""
+        seen, mask = causal(self.length, self.length), self.key_mask()
+        if mask is not None:
+            seen = seen & mask[:, None, None]
+        if self.documents:
+            number = self.document_ids().diff(dim=1, prepend=torch.zeros(2, 1, dtype=torch.int64)).abs().cumsum(1)
+            seen = seen & (number[:, None, :, None] == number[:, None, None])
+        return seen
+
     def grad_out(self, inputs: Inputs) -> Tensor:
         generator = torch.Generator().manual_seed(9)
         return torch.randn(*inputs.query.shape[:3], inputs.value.shape[3], generator=generator).to(self.dtype)
@@ -117,6 +136,8 @@ def run_shared(case: Case, transport: Transport, impl: str = "blockwise") -> Sha
     parts = SequenceParts(case.length, counting)
     own = Inputs(*(parts.take(x.detach(), 2).requires_grad_() for x in inputs))
     own_mask = None if mask is None else parts.take(mask, 1)
+    if case.documents:
+        parts = parts.with_documents(parts.take(case.document_ids(), 1))
     out = context_parallel_attention(*own, parts, key_mask=own_mask, impl=impl, **case.options)
     forward = counting.counts
     counting.restart()
@@ -147,6 +168,11 @@ CASES = {
     "half": Case(97, dtype=torch.float16, options={"scale": 0.125, "score_bound": 8.0}),
     "brain float": Case(97, dtype=torch.bfloat16, padded="left"),
     "negative scale": Case(70, options={"scale": -0.25}),
+    "documents": Case(97, documents=((5, 6, 40, 77), (16, 32, 50)), kv_heads=1),
+    "documents, margin": Case(101, documents=((33, 90), ()), options={"margin": 2.0}),
+    "documents, flat": Case(
+        130, gates=FLAT, documents=((1, 64, 65), (129,)), options={"scale": 0.125, "score_bound": 8.0}
+    ),
 }
 """Compared by the usual rule."""
 
@@ -156,6 +182,7 @@ ENDINGS = {
     "by norms": Case(960, flattest=-3.0, kv_heads=1, options={"scale": 0.125}),
     "never": Case(960, flattest=-3.0, kv_heads=1, options=BOUNDED | {"tolerance": 0.0}),
     "flat": Case(960, gates=FLAT, kv_heads=1, options=BOUNDED),
+    "documents": Case(960, gates=FLAT, kv_heads=1, options=BOUNDED, documents=(tuple(range(60, 960, 60)),) * 2),
     "loose": Case(960, flattest=-1.5, kv_heads=1, dtype=torch.float64, options=BOUNDED | {"tolerance": 1e-3}),
 }
 NANS = {name: Case(96, nan=name, options={"scale": 0.125}) for name in ("query", "key", "value", "log_forget")}
@@ -168,17 +195,16 @@ ALL = (
 
 def check_rule(case: Case, shared: Sequence[Shared]) -> None:
     """Check output and gradients against float64, and that all ranks have the same."""
-    inputs, mask = case.inputs(), case.key_mask()
-    seen = causal(case.length, case.length)
-    if mask is not None:
-        seen = seen & mask[:, None, None]
+    inputs, seen = case.inputs(), case.seen()
     plain = {name: case.options[name] for name in ("scale", "threshold", "margin") if name in case.options}
-    exact = {name: value for name, value in case.options.items() if name != "tolerance"} | {"key_mask": mask}
-    grad_out = case.grad_out(inputs)
+    options = {name: value for name, value in case.options.items() if name != "tolerance"}
+    grad_out, exact = case.grad_out(inputs), inputs.to(torch.float64)
     assert_within_rule(
         tuple(shared[0].tensors),
         run_plainly(inputs, grad_out, seen, **plain),
-        run(inputs.to(torch.float64), grad_out, "reference", **exact),
+        run_plainly(exact, grad_out, seen, **plain)
+        if case.documents  # which the reference takes in another form
+        else run(exact, grad_out, "reference", **options, key_mask=case.key_mask()),
         rounding_floor(inputs, grad_out),
     )
     for rank in shared:

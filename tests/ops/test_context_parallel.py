@@ -21,7 +21,7 @@ from tra.ops.triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
 
-QUICK = ("odd", "padding in between, margin", "half")
+QUICK = ("odd", "padding in between, margin", "half", "documents")
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,9 @@ KERNEL_CASES = {
         80, heads=1, kv_heads=1, dtype=torch.float16,
         options={"margin": float("inf"), "tolerance": 0.0, "scale": 0.125, "score_bound": 8.0},
     ),
+    "documents": Case(90, kv_heads=1, dtype=torch.float16, documents=((5, 6, 40, 80), (33,)),
+                      options={"margin": 1.0, "scale": 0.125, "score_bound": 8.0}),
+    "float, documents": Case(90, kv_heads=1, documents=((7,), (16, 64))),
     "walks that stop in a piece": Case(
         280, heads=1, kv_heads=1, flattest=-3.0, dtype=torch.float16, options={"scale": 0.125, "score_bound": 8.0}
     ),
@@ -110,6 +113,14 @@ def test_what_is_not_sent() -> None:
     assert found["early"][0].forward.exchanges < found["never"][0].forward.exchanges
     for name in ("early", "flat"):
         cases.check_rule(ENDINGS[name], found[name])
+
+
+def test_other_documents_are_not_sent() -> None:
+    """Parts of 160 tokens, documents of 60: the newest keys of the part before, and two segments asked for ahead."""
+    case = ENDINGS["documents"]
+    shared = run_threads(3, case)
+    assert total_bytes(shared) < 0.4 * bytes_of_all_keys(3, case)
+    cases.check_rule(case, shared)
 
 
 def test_an_early_end_keeps_within_the_tolerance() -> None:

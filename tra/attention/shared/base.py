@@ -156,7 +156,7 @@ class Attention(Mechanism):
             cache: Holds the keys and values of earlier tokens; those of the new ones are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
             with_map: Also return the attention weights, see `attend_with_map`.
-            parts: How processes share the sequence, of which x is this one's part; without cache, documents or map.
+            parts: How processes share the sequence, of which x is this one's part; without cache or map.
         """
         if self.fuse_projections and torch.is_grad_enabled():
             check_plain_parts(self, FUSED_PARTS)
@@ -167,9 +167,10 @@ class Attention(Mechanism):
             return self.o_proj(out.transpose(1, 2).flatten(2)), weights
         if parts is None:
             out = self.project_and_attend(x, key_mask, cache, document_ids)
-        elif cache is not None or document_ids is not None:
-            raise ValueError("a sequence that processes share goes neither with a cache nor with document_ids")
+        elif cache is not None:
+            raise ValueError("a sequence that processes share doesn't go with a cache")
         else:
+            parts = parts if document_ids is None else parts.with_documents(document_ids)
             out = self.attend_to_parts(x, key_mask, parts)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -51,7 +51,7 @@ def context_parallel_attention(
         key: `[B, Hkv, T, D]`.
         value: `[B, Hkv, T, Dv]`.
         log_forget: `[B, H, T]`.
-        parts: How the sequence is dealt.
+        parts: How the sequence is dealt, and where its documents begin if it has several.
         key_mask: `[B, T]` bool. A False key never stays and never counts.
         tolerance: As there. Where it is above 0, keys that provably don't count are not sent. 0.0 sends all.
         impl: "blockwise" or "triton"; "auto" takes the kernels on a GPU that they suit.
@@ -64,6 +64,7 @@ def context_parallel_attention(
     inputs.check_attention(query, key, value, log_forget, key_mask, None)
     parts.check_own(query.shape[2])
     parts.check_own(key.shape[2])
+    _check_documents(query, key_mask, parts)
     refuse_forward_mode("context_parallel_attention")
     options = AttentionOptions.resolve(
         query.shape[-1], query.dtype, scale, threshold, score_bound, 0.0, tolerance, margin
@@ -74,6 +75,16 @@ def context_parallel_attention(
     with inputs.without_autocast(query.device):
         out: Tensor = _ContextParallel.apply(query, key, value, log_forget, key_mask, parts, options, pieces)
     return out
+
+
+def _check_documents(query: Tensor, key_mask: Tensor | None, parts: SequenceParts) -> None:
+    starts = parts.document_starts
+    if starts is None:
+        return
+    if key_mask is not None:
+        raise ValueError("give either key_mask or documents: padding between documents takes its own id")
+    if len(starts) != len(query):
+        raise ValueError(f"the documents are of {len(starts)} rows, query has {len(query)}")
 
 
 def _pieces(impl: str, query: Tensor, value: Tensor) -> type[Pieces]:

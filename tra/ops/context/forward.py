@@ -92,19 +92,23 @@ class ForwardWalk:
         self.steps.append(Step(part, task, counted_right, result.stops))
         unfinished = torch.zeros(self.shared.heads, dtype=torch.uint8, device=self.shared.device)
         if self.early:
-            done = result.stopped | self._rest_is_negligible(piece, heads, rows, segment)
+            done = result.stopped | self._rest_is_negligible(part, piece, heads, rows, segment)
             unfinished[heads] = (~done.flatten(1).all(-1)).to(torch.uint8)
         return unfinished
 
     def _rest_is_negligible(
-        self, piece: PieceInputs, heads: Tensor | slice, rows: RunningSoftmax, segment: Segment
+        self, part: int, piece: PieceInputs, heads: Tensor | slice, rows: RunningSoftmax, segment: Segment
     ) -> Tensor:
-        """Return for which rows `[h, G, R]` no key older than a segment counts, by the bound of `stop_bound.py`."""
+        """Return for which rows `[h, G, R]` of a part no key older than a segment counts, by `stop_bound.py`."""
         newest_left = segment.part if segment.start > 0 else segment.part - 1
         if newest_left < 0:
             return torch.ones_like(rows.total, dtype=torch.bool)
         keys_left = (segment.start - self.shared.n_masked(segment.part)).clamp(min=0) + self.n_older[segment.part]
-        keys_left = keys_left[heads][:, None, None].to(rows.total.dtype).expand_as(rows.total)
+        keys_left = keys_left[heads][:, None, None]
+        begins = self.shared.own[part].begins
+        if begins is not None:  # further documents don't count
+            keys_left = (self.shared.place(segment) - begins[heads, None]).clamp(min=0)
+        keys_left = keys_left.to(rows.total.dtype).expand_as(rows.total)
         largest = self.largest[newest_left][heads][:, None, None]
         if self.options.score_bound is None:
             factor = score_factor(self.shared.width, rows.total.dtype, self.shared.device, self.options.scale)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from tra.ops.context.transport import GroupTransport, Transport
@@ -31,6 +34,23 @@ class SequenceParts:
                 f"expected at least {self.number}, two for each"
             )
         self.starts = [length * part // self.number for part in range(self.number + 1)]
+        self.document_starts: Tensor | None = None
+        """`[B, own_length]`: where the document of each of this process's tokens begins, see `with_documents`."""
+
+    def with_documents(self, document_ids: Tensor) -> SequenceParts:
+        """Return these parts for packed documents, of which tokens see their own alone. All processes call it.
+
+        Args:
+            document_ids: `[B, own_length]`, this process's: a document ends where the id changes.
+        """
+        if document_ids.ndim != 2:
+            raise ValueError(f"document_ids must be [B, {self.own_length}], got {tuple(document_ids.shape)}")
+        whole = self.join(document_ids, 1)
+        begins = F.pad(whole[:, 1:] != whole[:, :-1], (1, 0), value=True)
+        index = torch.arange(self.length, device=whole.device)
+        found = copy.copy(self)
+        found.document_starts = self.take(torch.where(begins, index, 0).cummax(1).values, 1)
+        return found
 
     def size(self, part: int) -> int:
         """Return the tokens of a part."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tra.ops.context.parts import SequenceParts
 from tra.ops.context.pieces import PieceInputs
-from tra.ops.context.schedule import Task
+from tra.ops.context.schedule import Segment, Task
 from tra.ops.context.transport import Message
 from tra.ops.options import AttentionOptions
 
@@ -25,6 +25,7 @@ class OwnPart(NamedTuple):
     first: Tensor | None  # [n, R]: the keys of this part that a row sees, if there is a mask
     last: Tensor | None
     n_real: Tensor  # [n]: keys that aren't masked
+    begins: Tensor | None  # [n, R]: the first key of the whole sequence that a row sees, if there are documents
 
 
 class Step(NamedTuple):
@@ -64,12 +65,17 @@ class SharedKeys:
         self.dtype, self.device = query.dtype, query.device
         self.row_width = key.shape[3] + value.shape[3]
         self.own: dict[int, OwnPart] = {}
+        begins = None
+        if parts.document_starts is not None:
+            begins = parts.document_starts.repeat_interleave(self.kv_heads, dim=0)
         for part, rows in parts.own_slices().items():
             both = torch.cat([key[:, :, rows], value[:, :, rows]], dim=-1)
             mask = None if key_mask is None else key_mask[:, rows].repeat_interleave(self.kv_heads, dim=0)
             self.own[part] = _own_part(
                 self.by_head(query[:, :, rows]), self.by_head(log_forget[:, :, rows]), self.by_head(both), mask
             )
+            if begins is not None:
+                self.own[part] = _of_documents(self.own[part], begins[:, rows], parts.starts[part])
 
     def by_head(self, x: Tensor) -> Tensor:
         """Return `[B, heads, T, ...]` as `[n, G, T, ...]`."""
@@ -130,12 +136,17 @@ class SharedKeys:
         heads = self.index(task.heads)
         key, value = self.split(keys[:, None])
         n_keys, shape = task.keys.stop - task.keys.start, (len(task.heads), own.query.shape[2])
-        first = (self.n_masked(task.keys.part)[heads] - task.keys.start).clamp(0, n_keys)
+        if own.begins is None:
+            first = (self.n_masked(task.keys.part)[heads, None] - task.keys.start).expand(shape)
+        else:
+            first = own.begins[heads] - self.place(task.keys)
         last = torch.full(shape, n_keys - 1, device=self.device)
-        return (
-            PieceInputs(own.query[heads], key, value, own.log_forget[heads], first[:, None].expand(shape), last),
-            heads,
-        )
+        inputs = PieceInputs(own.query[heads], key, value, own.log_forget[heads], first.clamp(0, n_keys), last)
+        return inputs, heads
+
+    def place(self, keys: Segment) -> int:
+        """Return the number of a segment's first key in the whole sequence."""
+        return self.parts.starts[keys.part] + keys.start
 
     def n_masked(self, part: int) -> Tensor:
         """Return the number of masked keys of a part, `[n]`, which stand before the real ones."""
@@ -147,10 +158,16 @@ def _own_part(query: Tensor, log_forget: Tensor, keys: Tensor, key_mask: Tensor 
     keys, length = keys[:, 0], query.shape[2]
     if key_mask is None:
         n_real = torch.full((len(keys),), length, device=keys.device)
-        return OwnPart(query, log_forget, keys, None, None, None, n_real)
+        return OwnPart(query, log_forget, keys, None, None, None, n_real, None)
     order = torch.argsort(key_mask, dim=-1, stable=True)
     moved = keys.gather(1, order[..., None].expand_as(keys))
     keys = torch.where(key_mask.gather(1, order)[..., None], moved, 0.0)
     n_real = key_mask.sum(-1)
     first = (length - n_real)[:, None].expand(-1, length)
-    return OwnPart(query, log_forget, keys, order, first, first + key_mask.cumsum(-1) - 1, n_real)
+    return OwnPart(query, log_forget, keys, order, first, first + key_mask.cumsum(-1) - 1, n_real, None)
+
+
+def _of_documents(own: OwnPart, begins: Tensor, start: int) -> OwnPart:
+    """Let each row of a part that begins at `start` see keys from its document's first on, `begins` `[n, R]`."""
+    last = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+    return own._replace(first=(begins - start).clamp(min=0), last=last, begins=begins)
