@@ -6,9 +6,11 @@ Quick tests have ranks that are threads. `test_context_processes.py` has process
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops import context_cases as cases
 from tests.ops.context_cases import CASES, ENDINGS, NANS, Case, Shared
@@ -16,7 +18,10 @@ from tests.ops.thread_ranks import run_ranks
 from tests.slow import slow
 from tra.ops import SequenceParts, context_parallel_attention
 from tra.ops.context import schedule
+from tra.ops.context.pieces import BlockwisePieces, PieceInputs, Pieces, TritonPieces
 from tra.ops.context.schedule import Schedule, segments_before
+from tra.ops.options import AttentionOptions
+from tra.ops.stop_bound import OlderKeys
 from tra.ops.triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
@@ -84,6 +89,44 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter; walks may stop within a piece too."""
     monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
     cases.check_rule(KERNEL_CASES[name], run_threads(2, KERNEL_CASES[name], "triton"))
+
+
+@dataclass(frozen=True)
+class GapCase(Case):
+    """Flat gates, and padding only in the sixth of eight parts, at 70 of its 80 tokens."""
+
+    def key_mask(self) -> Tensor:
+        mask = torch.ones(1, self.length, dtype=torch.bool)
+        mask[:, 400:470] = False
+        return mask
+
+
+@pytest.mark.slow
+def test_kernels_read_on_behind_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What matters to the newest parts is four parts behind one that begins with more masked keys than a block has."""
+    monkeypatch.setattr(cases, "SEGMENT", 80)
+    case = GapCase(640, heads=1, kv_heads=1, content="far and strong", gates=cases.FLAT, dtype=torch.float16,
+                   options={"score_bound": 64.0})  # fmt: skip
+    cases.check_rule(case, run_threads(4, case, "triton"))
+
+
+@pytest.mark.parametrize("pieces", [BlockwisePieces, TritonPieces])
+def test_a_walk_has_not_stopped_where_its_keys_begin(pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether keys before the first visible one, as before padding, don't count either, is for the bound to say."""
+    monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
+    query, key, value = torch.randn(3, 1, 1, 512, 16, generator=torch.Generator().manual_seed(0))
+    options = AttentionOptions.resolve(16, torch.float32, 0.125, 0.0, 8.0, 0.0, None)
+    older, last = OlderKeys(1000, torch.full((1,), 8.0, dtype=torch.float64)), torch.arange(472, 512)[None]
+
+    def stopped(gate: float, first: int) -> Tensor:
+        log_forget, firsts = torch.full((1, 1, 40), gate), torch.full((1, 40), first)
+        return pieces.forward(
+            PieceInputs(query[:, :, :40], key, value, log_forget, firsts, last), options, older
+        ).stopped
+
+    assert not bool(stopped(-1e-4, 0).any())
+    assert not bool(stopped(-1e-4, 460).any())
+    assert bool(stopped(-20.0, 0).all())
 
 
 def total_bytes(shared: list[Shared]) -> int:
