@@ -114,6 +114,8 @@ def summary(blocks: Sequence[Block], tokens: int, block: int, longest: int) -> d
         "us_per_token_first_tenth": round(first, 3),
         "us_per_token_last_tenth": round(last, 3),
         "last_over_first_tenth": round(last / first, 4),
+        "us_per_token_fastest_first_tenth": round(min(times[full : full + tenth]), 3),
+        "us_per_token_fastest_last_tenth": round(min(times[-tenth:]), 3),
         "memory_first": blocks[full].memory,
         "memory_last": blocks[-1].memory,
     }
