@@ -97,6 +97,15 @@ def test_calibrated_windows(command: Command) -> None:
     assert len(calibrated["tokens"]) == len(whole["tokens"])
 
 
+def test_a_window_beyond_the_text_takes_no_memory(command: Command) -> None:
+    """Neither one that no memory holds; the text is that of a cache that holds all."""
+    asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 5, "--json")
+    whole, wide = (json.loads(command(*asked, *options)[1]) for options in ((), ("--memory", 10**15)))
+    assert wide["tokens"] == whole["tokens"]
+    assert wide["memory"]["windows"] == [10**15] * 2
+    assert wide["memory"]["bytes"] < 2**20
+
+
 def test_rope_has_no_guard(command: Command) -> None:
     status, _, beside = command("rope", "--prompt", PROMPT, "--max-new-tokens", 5, "--memory", 16)
     assert status == 0
@@ -106,8 +115,8 @@ def test_rope_has_no_guard(command: Command) -> None:
 
 def test_the_guard_by_hand() -> None:
     memory = Memory((4, 9), 0.001)
-    assert not is_guarded(new_cache(memory, tra.DecoderConfig.tiny(5, qk_norm=False)))  # nothing bounds its scores
-    cache = new_cache(memory, tra.DecoderConfig.tiny(5))
+    assert not is_guarded(new_cache(memory, tra.DecoderConfig.tiny(5, qk_norm=False), 99))  # nothing bounds its scores
+    cache = new_cache(memory, tra.DecoderConfig.tiny(5), 99)
     assert (
         guard_line(memory, cache) == "memory: 4 to 9 tokens in each layer, 0.0 MiB; no text was longer than its window"
     )

@@ -108,13 +108,14 @@ def run(options: argparse.Namespace) -> int:
     for index, prompt in enumerate(prompts):
         if index and not options.json:
             print()
-        cache = None if memory is None else new_cache(memory, config.model)
+        new_tokens = options.max_new_tokens or prompt.answer_length or output.default_max_tokens
+        cache = None if memory is None else new_cache(memory, config.model, len(prompt.tokens) + new_tokens)
         continued = continue_prompt(
             model,
             prompt,
             output,
             sampling,
-            options.max_new_tokens or prompt.answer_length or output.default_max_tokens,
+            new_tokens,
             generator(options.seed, "generate", index, device),
             _show_nothing if options.json else _show,
             cache,

@@ -47,12 +47,16 @@ def choose_memory(asked: str, run: RunFolder) -> Memory:
     return Memory((window,) * model.n_layers, GUARD_TOLERANCE)
 
 
-def new_cache(memory: Memory, model: DecoderConfig) -> BoundedCache:
-    """Return an empty cache of these windows, with a guard where scores have a bound: in TRA with normalised keys."""
+def new_cache(memory: Memory, model: DecoderConfig, tokens: int) -> BoundedCache:
+    """Return an empty cache of these windows, but for no more than the `tokens` of the text.
+
+    It has a guard where scores have a bound: in TRA with normalised keys.
+    """
     from tra.attention import MECHANISMS, BoundedCache, ThresholdRelativeAttention
 
     guarded = issubclass(MECHANISMS[model.mechanism], ThresholdRelativeAttention) and model.qk_norm is not False
-    return BoundedCache(len(memory.windows), memory.windows, guard=memory.tolerance if guarded else False)
+    windows = [min(window, tokens) for window in memory.windows]
+    return BoundedCache(len(windows), windows, guard=memory.tolerance if guarded else False)
 
 
 def is_guarded(cache: BoundedCache) -> bool:
