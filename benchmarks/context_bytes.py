@@ -28,6 +28,7 @@ from tra.ops.stop_bound import log_remaining_weight
 from tra.runs import RunFolder
 from tra.tasks import generator
 from tra.tasks.flipflop import FlipFlop
+from tra.text.task import Text
 
 LENGTHS, RANKS = (2**14, 2**16, 2**18, 2**20), (8, 64)
 HEADS, WIDTH, SEED = 8, 64, 0
@@ -64,9 +65,14 @@ def random_heads(length: int) -> Iterator[Head]:
 
 
 def trained_heads(run: str, length: int) -> Iterator[Head]:
-    """Yield what the heads of all layers of a trained run compute on a flip-flop sequence."""
-    drawn = FlipFlop(length + 2).sample("iid", 1, generator(SEED, "bench", device=torch.device("cpu")), "cpu")
-    inputs = trained_inputs(RunFolder.open(run), drawn.tokens[:, :length])
+    """Yield what the heads of all layers of a trained run compute: on a text, or on a flip-flop sequence."""
+    folder = RunFolder.open(run)
+    task = folder.config().task.build()
+    if isinstance(task, Text):  # a shorter one is read again and again
+        tokens = torch.from_numpy(np.resize(task.stream("train").tokens, length).astype(np.int64))[None]
+    else:
+        tokens = FlipFlop(length + 2).sample("iid", 1, generator(SEED, "bench", device="cpu"), "cpu").tokens
+    inputs = trained_inputs(folder, tokens[:, :length])
     tensors = (x.detach().float().flatten(0, 1) for x in (inputs.query, inputs.key, inputs.log_forget))
     for query, key, log_forget in zip(*tensors, strict=True):
         yield Head(query, key, log_forget, 0.0)
