@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -227,7 +228,11 @@ class PooledLayer(PagedLayer):
 
 def layer_windows(n_layers: int, windows: int | Sequence[int]) -> tuple[int, ...]:
     """Return a window for each layer, checked."""
-    windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
+    each = windows if isinstance(windows, Iterable) else (windows,) * n_layers
+    try:
+        windows = tuple(operator.index(window) for window in each)
+    except TypeError:
+        raise ValueError(f"windows must be whole numbers, got {windows!r}") from None
     if len(windows) != n_layers:
         raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")
     if min(windows) < 1:
