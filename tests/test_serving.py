@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 
@@ -215,6 +216,50 @@ def test_cancelled_requests_free_their_pages() -> None:
     assert not any(server._pool._users)
     assert not server.cancel(3)
     assert not server.cancel(99)
+
+
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
+def test_random_requests_leave_no_page_behind(seed: int) -> None:
+    """Requests that join at any time, share beginnings, wait, lose their pages, are cancelled; and errors of `stream`.
+
+    After every step the pages in use are those of the running texts.
+    """
+    draws = random.Random(seed)
+    mechanism = draws.choice(["tra", "rope", "tra-threshold-only"])
+    windows = draws.choice([None, 1, draws.randint(2, 130), [draws.randint(1, 70), draws.randint(1, 200)]])
+    model, pages, chunk = decoder(mechanism), draws.randint(5, 14), draws.choice([1, 7, 63, 64, 65, 100, 300])
+    beginnings = [[], *([*draws.choices(range(VOCABULARY), k=draws.randint(1, 200))] for _ in range(2))]
+    heard: dict[int, list[int]] = {}
+
+    def listen(number: int, token: int) -> None:
+        heard.setdefault(number, []).append(token)
+        if draws.random() < 0.05:
+            raise ConnectionError
+
+    options = {"max_rows": draws.randint(1, 6), "prefill_chunk": chunk}
+    server = Server(model, pages, windows=windows, stream=listen, **options)  # type: ignore[arg-type]
+    asked: dict[int, Request] = {}
+    said: dict[int, list[int]] = {}
+    left = 8
+    while left or server.is_busy:
+        if left and (draws.random() < 0.3 or not server.is_busy):
+            beginning = draws.choice(beginnings)
+            ids = beginning[: draws.randint(0, len(beginning))] + draws.choices(
+                range(VOCABULARY), k=draws.randint(1, 40)
+            )
+            request = Request(ids, draws.randint(1, 70), *draws.choice([(), (DRAWN, draws.randint(0, 99))]))  # type: ignore[arg-type]
+            asked[server.submit(request)] = request
+            left -= 1
+        if asked and draws.random() < 0.05:
+            number = draws.choice(list(asked))
+            if server.cancel(number):
+                del asked[number]
+        with contextlib.suppress(ConnectionError):
+            said |= {each.number: each.tokens for each in server.step()}
+        assert sum(server._pool._users) == sum(len(text.pages) for text in server._running)
+    assert server._pool.available == pages
+    assert said == {number: alone(model, request, windows) for number, request in asked.items()}
+    assert said == {number: tokens for number, tokens in heard.items() if number in said}
 
 
 def test_pages_are_handed_out_and_taken_back() -> None:
