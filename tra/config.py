@@ -269,9 +269,10 @@ def _check_shared_rows(model: DecoderConfig, processes: int, length: int) -> Non
     """Refuse rows that processes can't share."""
     if not MECHANISMS[model.mechanism].takes_parts:
         raise ValueError(f"train.context_parallel is for TRA: {model.mechanism} can't attend to a row in parts")
-    if model.dropout > 0 or model.rotary:
-        name = "dropout=0" if model.dropout > 0 else "rotary=false"
-        raise ValueError(f"train.context_parallel={processes} needs model.{name}")
+    if model.dropout > 0:
+        raise ValueError(f"train.context_parallel={processes} needs model.dropout=0, got {model.dropout}")
+    if model.rotary:
+        raise ValueError(f"train.context_parallel={processes} needs model.rotary=false, got true")
     if length < 2 * processes:
         raise ValueError(
             f"train.context_parallel={processes} needs rows of at least {2 * processes} tokens, got {length}"

@@ -84,8 +84,8 @@ def test_a_run_goes_on_with_fewer_processes(results: Path) -> None:
     ("changes", "message"),
     [
         (["model.mechanism=rope"], r"train.context_parallel is for TRA: rope can't attend to a row in parts"),
-        (["model.dropout=0.1"], r"train.context_parallel=2 needs model.dropout=0"),
-        (["model.rotary=true"], r"train.context_parallel=2 needs model.rotary=false"),
+        (["model.dropout=0.1"], r"train.context_parallel=2 needs model.dropout=0, got 0.1"),
+        (["model.rotary=true"], r"train.context_parallel=2 needs model.rotary=false, got true"),
         (["train.context_parallel=40"], r"train.context_parallel=40 needs rows of at least 80 tokens, got 64"),
         (["train.context_parallel=0"], r"train.context_parallel must be at least 1, got 0"),
     ],
