@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tra.ops.triton import eager
-
 # Tensors make first examples slow; the number of examples, not a clock, bounds a property test.
 # On a build machine the examples are the same every time; HYPOTHESIS_EXAMPLES=500 searches further.
 settings.register_profile(
@@ -38,4 +36,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def _forget_calls() -> None:
     """On a GPU, let no test repeat the launches that another one's settings led to."""
+    from tra.ops.triton import eager  # loads Triton, which has to find TRITON_INTERPRET set
+
     eager.SEEN.clear()
