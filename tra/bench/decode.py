@@ -48,9 +48,9 @@ class Shape(NamedTuple):
         """Return the layer's promise."""
         return math.sqrt(self.width) * (1 + 2**-7)
 
-    def bytes_of(self, keys: int, itemsize: int = 2) -> int:
-        """Return the bytes of keys and values."""
-        return 2 * self.batch * self.kv_heads * self.width * keys * itemsize
+    def bytes_of(self, keys: int) -> int:
+        """Return the bytes of keys and values in half precision."""
+        return 2 * self.batch * self.kv_heads * self.width * keys * 2
 
 
 SHAPES = (Shape(1, 8, 8, 64), Shape(32, 8, 8, 64), Shape(1, 32, 8, 128))

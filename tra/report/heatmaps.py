@@ -79,9 +79,7 @@ def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Pane
     return result
 
 
-def draw_attention(
-    found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = (), most: int | None = None
-) -> None:
+def draw_attention(found: Sequence[AttentionMaps], path: Path, most: int | None = None) -> None:
     """Draw the maps of runs that looked at the same window of the same sequence, under the mechanisms by default.
 
     Args:
@@ -97,7 +95,7 @@ def draw_attention(
     title = first.title
     if most is not None and n_heads > most:
         title += f". Of {n_heads} heads the {most} with the {CRITERION}"
-    names = names or [name_of(maps.mechanism) for maps in found]
+    names = [name_of(maps.mechanism) for maps in found]
     n_rows, n_columns = (1 + max(getattr(panel, way) for panel in drawn) for way in ("row", "column"))
     tall, wide = drawn[0].weights.shape
     cell = min(0.11, MAX_INCHES / (n_columns * wide), MAX_INCHES / (n_rows * tall))

@@ -33,10 +33,10 @@ def can_use_bias_columns(inputs: AttentionInputs) -> bool:
     return not torch.is_grad_enabled() and inputs.query.dtype != torch.float16 and not is_exporting()
 
 
-def split_bits(x: Tensor, pieces: int = PIECES) -> list[Tensor]:
+def split_bits(x: Tensor) -> list[Tensor]:
     """Return pieces that add up to x, each exact in bfloat16: the upper bits of x, then of what is left."""
     parts, rest = [], x.float()
-    for _ in range(pieces):
+    for _ in range(PIECES):
         part = truncate_to_bfloat16(rest)
         parts.append(part)
         rest = rest - part
