@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import tra
-from tra.cli.main import main
+from tests.cli.conftest import CallTra
 from tra.cli.memory import GUARD_TOLERANCE, Memory, guard_line, is_guarded, new_cache
 from tra.evaluation import calibrate, text_sequences
 from tra.presets import preset
 from tra.runs import RunFolder, write_windows
 from tra.text.task import Text
 
-Command = Callable[..., tuple[int, str, str]]
 PROMPT = "Alice was beginning to get very tired of sitting by her sister on the bank"
 
 
@@ -47,21 +45,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runs: Path) -> Command:
-    """`tra generate …` in this process: its status, its output, and what it said besides."""
+def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, runs: Path) -> CallTra:
     monkeypatch.chdir(runs)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tra", "generate", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, *capsys.readouterr()
-
-    return call
+    return partial(call_tra, "generate")
 
 
-def test_a_window_in_tokens(command: Command, runs: Path) -> None:
+def test_a_window_in_tokens(command: CallTra, runs: Path) -> None:
     """The text is that of the Python call, and the guard's line comes beside it."""
     asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 40)
     status, said, beside = command(*asked, "--memory", 6)
@@ -84,7 +73,7 @@ def test_a_window_in_tokens(command: Command, runs: Path) -> None:
     assert sum(layer["queries"] for layer in guard) > 0
 
 
-def test_calibrated_windows(command: Command) -> None:
+def test_calibrated_windows(command: CallTra) -> None:
     asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 5, "--json")
     whole, calibrated, elsewhere = (
         json.loads(command(*asked, *options)[1])
@@ -97,7 +86,7 @@ def test_calibrated_windows(command: Command) -> None:
     assert len(calibrated["tokens"]) == len(whole["tokens"])
 
 
-def test_rope_has_no_guard(command: Command) -> None:
+def test_rope_has_no_guard(command: CallTra) -> None:
     status, _, beside = command("rope", "--prompt", PROMPT, "--max-new-tokens", 5, "--memory", 16)
     assert status == 0
     assert beside.splitlines()[-1].startswith("memory: 16 tokens in each layer, ")
@@ -130,7 +119,7 @@ def test_the_guard_by_hand() -> None:
         (("forgetting", "--memory", "8"), "forgetting can't use a bounded cache: it is for TRA and rope"),
     ],
 )
-def test_bad_input_is_one_line(command: Command, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_one_line(command: CallTra, arguments: tuple[str, ...], message: str) -> None:
     status, _, said = command(*arguments)
     assert status == 2
     assert message in said
