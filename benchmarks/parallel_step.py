@@ -29,10 +29,10 @@ from tra.config import RunConfig
 from tra.model import Decoder
 from tra.runs import environment
 from tra.tasks import Batch
+from tra.training.ddp_and_fsdp import compile_layers, is_compiled, release, shard, share
 from tra.training.distributed import Ranks
 from tra.training.loss import TrainingLoss
 from tra.training.optimizer import adamw
-from tra.training.parallel import compile_layers, is_compiled, release, shard, share
 from tra.training.step import StepFunction, make_step
 
 STEPS = 10

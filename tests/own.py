@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tra.runs.own_files
+import tra.runs.extensions
 from tra.attention import MECHANISMS
 from tra.cli.main import parse
 from tra.tasks import TASKS
@@ -30,7 +30,7 @@ def command(*arguments: str | Path) -> int:
 
 def forget() -> None:
     """Forget all that is one's own."""
-    tra.runs.own_files._files.clear()
+    tra.runs.extensions._files.clear()
     for registry in (MECHANISMS, TASKS):
         for name in [name for name in registry if ".py:" in name]:
             del registry[name]

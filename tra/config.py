@@ -19,7 +19,7 @@ import torch
 from tra import unknown_name
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS, constructor_arguments
 from tra.model import Decoder, DecoderConfig, NumberOrInfinity
-from tra.runs.own_files import changes, check_sources, import_named, register, sources
+from tra.runs.extensions import changes, check_sources, import_named, register, sources
 from tra.tasks import BUILT_IN_TASKS, TASKS, Task
 from tra.text.task import Text
 

@@ -17,9 +17,9 @@ from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
 from tra.attention.shared.arguments import constructor_arguments
 from tra.attention.shared.base import Attention, Mechanism, WeightMap
+from tra.attention.shared.bounded_cache import BoundedCache
 from tra.attention.shared.cache import Cache, LayerCache, StaticCache
 from tra.attention.shared.inputs import AttentionInputs, key_positions, scores, softmax_attention, visible_keys
-from tra.attention.shared.paged_cache import BoundedCache
 from tra.attention.shared.row_blocks import DenseAttention
 from tra.attention.sinusoidal import SinusoidalAttention
 from tra.attention.ssmax import ScalableSoftmaxAttention

@@ -22,7 +22,7 @@ from tra.bench.timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
 from tra.runs import RunFolder, environment, import_file
-from tra.runs.own_files import paths
+from tra.runs.extensions import paths
 from tra.training import Trainer
 
 VOCABULARY = 256

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if len(options.names) != 1:
         raise ValueError(f"suite {options.action} takes one suite, got {len(options.names)}")
-    from tra.runs.own_files import without_folder
+    from tra.runs.extensions import without_folder
     from tra.suite import suite
     from tra.suite.grid import cells_of
 

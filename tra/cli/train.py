@@ -127,7 +127,7 @@ def _config(options: argparse.Namespace) -> RunConfig | None:
 def _import_options(config: RunConfig | None, folder: Path) -> str:
     """Return the options by which other commands import the files of one's own that the run needs."""
     from tra.runs import RunFolder
-    from tra.runs.own_files import paths
+    from tra.runs.extensions import paths
 
     needed = paths((config or RunFolder(folder).config()).imports)
     return "".join(f" --import {shlex.quote(os.path.relpath(path))}" for path in needed)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tra.attention.shared.paged_cache import PooledCache, layer_windows
+from tra.attention.shared.paged_cache import layer_windows
 from tra.attention.shared.pages import PAGE_SIZE
+from tra.attention.shared.pooled_cache import PooledCache
 from tra.generation.page_pool import PagePool, page_keys
 from tra.generation.requests import Completion, Request, Text
 from tra.generation.sampling import TINY

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS
 from tra.config import check_arguments, convert_json, finite_dict
 from tra.model import DecoderConfig
-from tra.runs.own_files import ChangedFileWarning, changes, check_sources, register, sources
+from tra.runs.extensions import ChangedFileWarning, changes, check_sources, register, sources
 
 FORMAT = 3
 """Newest version of configs and weights. A newer one raises an error. Version 2 has `threshold` and `margin`, version 3

@@ -21,7 +21,8 @@ from tra.hub._bounded_cache import TRABoundedCache, run_in_chunks
 from tra.hub._cache import adapt, is_static, real_keys
 from tra.hub._packing import check_not_packed, document_ids
 from tra.hub.config import TRAConfig
-from tra.model import RENAMED_PARAMETERS, Block, Decoder, check_tokens, run_layers
+from tra.model import Block, Decoder, check_tokens, run_layers
+from tra.runs import RENAMED_PARAMETERS
 
 MAX_MAP_TOKENS = 4096
 """Largest number of tokens for which attention maps, `[B, H, T, T]` per layer, are returned."""
@@ -32,7 +33,7 @@ IGNORED_ARGUMENTS = {"cache_position", "token_type_ids", "tokenizer"}
 PACKING_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """What collators say of packed documents besides `position_ids`, which say the same."""
 HUB_RENAMED_PARAMETERS = {r"\bdecoder\.": ""} | RENAMED_PARAMETERS
-"""Former names of parameters and their names now, see `tra.model.RENAMED_PARAMETERS`."""
+"""Former names of parameters and their names now, see `tra.runs.RENAMED_PARAMETERS`."""
 
 
 class TRADecoderLayer(GradientCheckpointingLayer, Block):

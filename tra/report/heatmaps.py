@@ -18,9 +18,9 @@ from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from tra.report.head_ranking import CRITERION, top_heads
 from tra.report.names import name_of
 from tra.report.style import save, styled
-from tra.report.telling import CRITERION, most_telling
 from tra.runs import AttentionMaps, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -68,7 +68,7 @@ def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Pane
         later = maps.columns > maps.rows[:, None]
         due = np.flatnonzero(np.isin(maps.rows, maps.marked)).tolist()
         is_chosen = most is not None and len(maps.layers) * len(maps.heads) > most
-        shown = most_telling(maps, most) if is_chosen and most else list(np.ndindex(len(maps.layers), len(maps.heads)))
+        shown = top_heads(maps, most) if is_chosen and most else list(np.ndindex(len(maps.layers), len(maps.heads)))
         for place, (row, column) in enumerate(shown):
             at_row, at_column = (0, before + place) if is_chosen else (row, before + column)
             null = np.flatnonzero(maps.null[row, column]).tolist()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tra.runs.environment import environment
+from tra.runs.extensions import ChangedFileWarning
 from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
+from tra.runs.former_names import rename_parameters
 from tra.runs.locks import LOCK, folder_lock
-from tra.runs.own_files import ChangedFileWarning
 from tra.runs.replacing import clear_folder_beside, clear_folders_beside, locked_folder_beside, replace_folder
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class RunFolder:
         """Return the trained weights by today's names. A ValueError if they are damaged, or don't fit the config."""
         import torch
 
-        from tra.model import Decoder, rename_parameters
+        from tra.model import Decoder
         from tra.training.checkpoint import DamagedError, fits, load_tensors
 
         try:

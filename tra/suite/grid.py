@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tra import unknown_name
 from tra.config import RunConfig, differences
-from tra.runs.own_files import execute, find, is_in_file
+from tra.runs.extensions import execute, find, is_in_file
 
 Measure = Literal["exact", "perplexity", "cost", "rate", "solved"]
 

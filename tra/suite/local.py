@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs.own_files import paths
+from tra.runs.extensions import paths
 from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
 from tra.suite.grid import Cell
 

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tra.model import rename_parameters
-from tra.runs import locked_folder_beside, write_atomically
+from tra.runs import locked_folder_beside, rename_parameters, write_atomically
 
 KEPT_CHECKPOINTS = 2
 """Newest checkpoints that are kept: the last, and the one before in case that is damaged."""

@@ -1,4 +1,4 @@
-"""One run: sample, step, log, checkpoint; it can stop and go on at any step.
+"""A run in training: sample, step, log, checkpoint. It can stop and go on at any step.
 
 Data and dropout of a step follow from the seed and the number of the step, so a checkpoint holds only weights,
 optimizer state and that number. On a CPU a resumed run ends with the same bits as an uninterrupted one.
@@ -30,8 +30,15 @@ from tra.training.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from tra.training.device import pick_device
-from tra.training.distributed import RankLostError, Ranks, join_processes, local_device
+from tra.training.ddp_and_fsdp import is_sharded, local_part, share, training_statistics, whole_tensors
+from tra.training.distributed import RankLostError, Ranks
+from tra.training.interruptions import (
+    NonFiniteError,
+    StepAbandonedError,
+    StopRequest,
+    catch_stop_signals,
+    let_signals_in,
+)
 from tra.training.loss import COUNTS, TrainingLoss
 from tra.training.optimizer import (
     adamw,
@@ -41,17 +48,8 @@ from tra.training.optimizer import (
     optimizer_tensors,
     set_rate,
 )
-from tra.training.parallel import is_sharded, local_part, release, share, training_statistics, whole_tensors
 from tra.training.sharded_checkpoint import load_into_shards, save_sharded_checkpoint
 from tra.training.step import make_step
-from tra.training.stopping import (
-    NonFiniteError,
-    StepAbandonedError,
-    StopRequest,
-    catch_stop_signals,
-    explain_full_disk,
-    let_signals_in,
-)
 
 DEAD_NULL_RATE = 0.99
 """Fraction of queries without any kept key above which a head is reported as dead."""
@@ -82,74 +80,6 @@ class Progress:
     steps: int
     metrics: dict[str, Any] | None = None
     message: str | None = None
-
-
-def train(
-    config: RunConfig | None,
-    folder: Path,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    time_limit: float | None = None,
-    changed_files: bool = False,
-    device: torch.device | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Result:
-    """Train a run to its end, or until it is told to stop.
-
-    Args:
-        config: The run; None takes the one in the folder, with `resume`.
-        folder: Where the run keeps its files. One that exists is never touched without `resume` or `overwrite`.
-        resume: Go on from the newest intact checkpoint, or start if there is none.
-        time_limit: Seconds after which to checkpoint and stop, with room to do so.
-        changed_files: Resume though a file of one's own is not the one that the run began with.
-        progress: Called after every step.
-    """
-    started = time.monotonic()
-    device = local_device(pick_device() if device is None else device)
-    run = RunFolder(folder)
-
-    def claim_folder() -> tuple[RunConfig, bool]:
-        """Return the config, and whether the run is finished already."""
-        if config is not None:  # checked before a folder is made, or an old one removed
-            ranks.check(config.train)
-            config.check_model()
-            config.task.build().check_data()
-        current = None if config is None else config.with_current_imports()
-        chosen = claim.enter_context(run.claim(current, resume=resume, overwrite=overwrite))
-        ranks.check(chosen.train)
-        is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
-        if not is_finished:
-            changes = chosen.changed_imports()
-            if changes and not changed_files:
-                raise ValueError(
-                    f"{run.path} can't go on: {changes[0]}; undo the change, start anew with --overwrite, "
-                    "or go on all the same with --changed-files"
-                )
-            run.note_environment(device, ranks.world, changes)
-        return chosen, is_finished
-
-    with join_processes(device) as ranks, explain_full_disk(run), contextlib.ExitStack() as claim:
-        chosen, is_finished = ranks.run_on_first(claim_folder)
-        if is_finished:
-            return Result(chosen.train.steps, "done")
-        trainer = Trainer(chosen, run, device, progress if ranks.is_first else lambda _: None, ranks)
-        try:
-            return trainer.run_until(None if time_limit is None else started + time_limit)
-        finally:
-            release(trainer.loss)
-
-
-def _has_final_weights(run: RunFolder, report: Callable[[str], None]) -> bool:
-    """Return whether the run is finished. Damaged weights, and those of another model, are reported and don't count."""
-    if not run.weights_file.is_file():
-        return False
-    try:
-        run.read_weights()
-    except ValueError as error:
-        report(f"warning: {error}; training to the end again")
-        return False
-    return True
 
 
 class Trainer:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tra.report.head_ranking import top_heads
 from tra.report.runs import EvaluatedRun, Problem, one_line
-from tra.report.telling import most_telling
 from tra.runs import AttentionMaps, RunFolder, read_attention
 
 CELLS = ("weights", "content", "distances", "uncounted")
@@ -72,7 +72,7 @@ def encode_maps(maps: AttentionMaps) -> dict[str, Any]:
     lists = ("layers", "heads", "rows", "columns", "row_symbols", "symbols")
     return {
         "title": maps.title,
-        "telling": list(most_telling(maps, 1)[0]),
+        "topHead": list(top_heads(maps, 1)[0]),
         **{name: getattr(maps, name).tolist() for name in lists},
         "marked": [position for position in maps.marked.tolist() if position in shown],
         "weights": _base64(maps.weights, "u1"),

@@ -15,7 +15,7 @@ from tra.runs import AttentionMaps, weights_of
 CRITERION = "largest weights on single keys further back"
 
 
-def telling(maps: AttentionMaps) -> npt.NDArray[np.float64]:
+def head_scores(maps: AttentionMaps) -> npt.NDArray[np.float64]:
     """Return the number of every layer and head, `[L, H]`."""
     due = np.isin(maps.rows, maps.marked)
     rows = due if due.any() else np.ones(len(maps.rows), bool)
@@ -26,8 +26,8 @@ def telling(maps: AttentionMaps) -> npt.NDArray[np.float64]:
     return found
 
 
-def most_telling(maps: AttentionMaps, most: int) -> list[tuple[int, int]]:
+def top_heads(maps: AttentionMaps, most: int) -> list[tuple[int, int]]:
     """Return the indices of layer and head of the most telling heads, in the order of layers and heads."""
-    numbers = telling(maps)
+    numbers = head_scores(maps)
     chosen = np.argsort(-numbers, axis=None, kind="stable")[:most]
     return [divmod(int(place), numbers.shape[1]) for place in sorted(chosen)]
