@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def show_all(margin: int, label: str) -> None:
-    """Print a line for each kernel, with the kernels' MARGIN."""
+    """Print a line for each kernel, compiled with this MARGIN."""
     for width in (64, 128):
         size = {"D": width, "DV": width, "BD": width, "BDV": width, "MARGIN": margin, "PRECISION": "ieee"}
         plain = {"RANGES": False, "ONLINE": False, "FLOAT32": False, "DROPOUT": False} | size

@@ -107,13 +107,13 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16 is autocast with float32 weights; "auto" is bfloat16 on a GPU, else float32."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile and, on a GPU, the whole step as one CUDA graph; "auto" is "on" on a GPU, else "off". Several
-    processes compile each layer by itself, without a graph."""
+    """Use torch.compile and, on a GPU, one CUDA graph for the whole step; "auto" is "on" on a GPU, else "off". Several
+    processes compile each layer alone, without a graph."""
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     """How the processes that torchrun starts share a step: "ddp" keeps all weights in each, "fsdp" a part of them;
     "auto" is "ddp", and "none" refuses more than one. A single process is the same with any of them."""
     checkpoint_activations: bool = False
-    """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time."""
+    """Keep only the inputs of layers for the backward pass, and compute the rest again: less memory, more time."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int = 1000
@@ -158,7 +158,7 @@ class RunConfig:
     evaluate: EvalConfig = EvalConfig()
     version: int = VERSION
     imports: dict[str, str] = field(default_factory=dict)
-    """Where a mechanism and a task of one's own come from: SHA-256 digests of files, versions of packages."""
+    """Where the user's mechanism and task come from: SHA-256 digests of files, versions of packages."""
 
     def resolved(self) -> RunConfig:
         """Check task, splits and the mechanism's arguments; return the config with its vocabulary size and imports."""
@@ -175,11 +175,11 @@ class RunConfig:
         return dataclasses.replace(self, model=model, imports=imports)
 
     def with_current_imports(self) -> RunConfig:
-        """Return the config of a run that begins now, with files and packages as they are now."""
+        """Return the config with the current digests of files and versions of packages, for a run that begins now."""
         return dataclasses.replace(self, imports={}).resolved()
 
     def changed_imports(self) -> list[str]:
-        """Return a line for each file or package that is another now than this config says."""
+        """Return a line for each file or package that has changed since this config was made."""
         return changes(self.imports)
 
     def check_model(self) -> None:
@@ -200,7 +200,7 @@ class RunConfig:
         if version > VERSION:
             raise ValueError(f"the config has version {version}, this tra reads up to {VERSION}: update tra to use it")
         imports = convert_json(values.get("imports", {}), dict[str, str], "imports")
-        check_sources(imports)  # before names are looked up, which without their files mean nothing
+        check_sources(imports)  # first, since names mean nothing without their files
         model = values.get("model")
         if isinstance(model, dict) and isinstance(model.get("mechanism"), str):
             register("mechanism", model["mechanism"])
@@ -236,13 +236,13 @@ class RunConfig:
             value = _parse_value(text)
             if key in ("model.mechanism", "task.name") and isinstance(value, str):
                 value = import_named(value)
-                values.get("imports", {}).pop(value.partition(":")[0], None)  # the file as it is now
+                values.get("imports", {}).pop(value.partition(":")[0], None)  # so that the current file is taken
             _assign(values, key, value)
         return RunConfig.from_dict(values)
 
 
 def check_arguments(model: DecoderConfig, prefix: str) -> None:
-    """Check the types of the mechanism's own arguments. Their names were checked when the config was made."""
+    """Check the types of the mechanism's own arguments. `DecoderConfig` has checked their names."""
     own = MECHANISMS[model.mechanism].own_arguments()
     for name, value in model.arguments.items():
         convert_json(value, own[name].annotation, f"{prefix}.{name}")

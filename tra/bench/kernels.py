@@ -1,9 +1,8 @@
 """The fused operator on a GPU, against the attention kernels in common use.
 
-Nothing is timed before outputs and gradients have passed the rule of `judge.py` in the same call. `ms` is the time of a
-CUDA graph's replay, so that no language's launch costs count, for contenders as for us; `eager_ms` that of a call
-without one, among others. Peak memory is above what the inputs take. 32,768 tokens, in one sequence where it is longer;
-8 heads; bfloat16.
+Nothing is timed before outputs and gradients have passed the rule of `judge.py`. `ms` is the time of a CUDA graph's
+replay, which has no launch costs; `eager_ms` is the time of a call without a graph, one among several. Peak memory
+doesn't include the inputs. Inputs have 32,768 tokens, or one sequence if that is longer; 8 heads; bfloat16.
 """
 
 from __future__ import annotations

@@ -23,9 +23,6 @@ from torch import Tensor
 import tra
 from tra.runs import environment
 
-REFERENCE_LENGTH, WALK_LENGTH = 4096, 16_384
-"""Tokens of the comparison with the reference, and of the walk alone."""
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -44,6 +41,10 @@ class Measurement:
     @property
     def total_ms(self) -> float:
         return self.forward_ms + self.backward_ms
+
+
+REFERENCE_LENGTH, WALK_LENGTH = 4096, 16_384
+"""Tokens of the comparison with the reference, and of the walk alone."""
 
 
 def inputs_at_initialisation(length: int, heads: int, width: int) -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     paper: bool = False
     """The authors' block and dropout, as in the paper's cost table; otherwise pre-norm without dropout."""
     margin: float = 0.0
-    """Of a mechanism that takes one."""
+    """Margin, for a mechanism that has one."""
 
 
 GPT2_VOCABULARY = 50_304
@@ -132,7 +132,7 @@ class MeasuringProcess:
         self.mechanism = mechanism
         self.result: dict[str, Any] = {"mechanism": mechanism, **shape._asdict()}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 read after the process has ended
-        file = mechanism.rpartition(":")[0]  # of one's own, if any
+        file = mechanism.rpartition(":")[0]  # the user's file, if any
         command = [sys.executable, "-m", "tra.bench.step", mechanism, json.dumps(shape), device, *paths([file])]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True

@@ -45,9 +45,9 @@ def measure_graph(call: Callable[[], object], rounds: int = 7) -> Measured:
 
 
 def measure_eager(call: Callable[[], object]) -> float:
-    """Return the median milliseconds of a call among others, without a CUDA graph: the host's time or the GPU's.
+    """Return the median milliseconds of one of several calls in a row, without a CUDA graph.
 
-    Whichever is longer: kernels that wait for the host, or a host whose kernels are in a queue.
+    This is the host's time or the GPU's, whichever is longer.
     """
     calls, times = 10, []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""`tra demo`: train TRA, with and without a margin, and two rivals on a small task; judge them on longer sequences."""
+"""`tra demo`: train TRA, with and without a margin, and two rivals on a small task; test them on longer sequences."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ skipped; interrupted ones are resumed.
 
 suites:
   paper, paper-quick      the paper's five tables; the same in miniature
-  paper-rates             learning rates of TRA, RoPE, CoPE and FoT for them
+  paper-rates             learning rates of TRA, RoPE, CoPE and FoT for these
   rivals, rivals-rates    every mechanism on a small task; its learning rates
   lengths, lengths-rates  copy, induct and instruct; their learning rates
   language-rates          learning rates of language models

@@ -144,8 +144,8 @@ class TRAModel(TRAPreTrainedModel):
                 `TRABoundedCache`; the new tokens are added.
             use_cache: Make a cache if none is given; by default in evaluation, if the config says so.
             output_hidden_states: Also return the input of every layer, and the output.
-            output_attentions: Also return every layer's weights `[B, H, T, cached + T]`, with gradients. The values are
-                then weighed with them, which is slower than the fast path, and equal to it up to rounding. Not with a
+            output_attentions: Also return every layer's weights `[B, H, T, cached + T]`, with gradients. The output is
+                then computed from these weights: slower than the fast path, and equal to it up to rounding. Not with a
                 static cache.
             position_ids: `[B or 1, T]`. Where they start again at 0, another document begins, and tokens see only their
                 own. Positions themselves are counted here; other position_ids raise a ValueError. With a cache they

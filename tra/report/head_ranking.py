@@ -1,8 +1,8 @@
-"""Choose the heads of an attention map that tell most: those with large weights on single keys further back.
+"""Rank the heads of an attention map by how large their weights on single keys further back are.
 
-A head's number is a mean over the queries at which an answer is due (over all, where none is): the largest weight on a
-key other than the query's own, the one before it and the first of the sequence. Many heads look at these three whatever
-the input is.
+A head's score is the mean of its largest weight on one key, over the queries at which an answer is due, or over all
+queries if there are none. The query's own key, the key before it and the first key of the sequence are left out,
+because many heads look at these whatever the input is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CRITERION = "largest weights on single keys further back"
 
 
 def head_scores(maps: AttentionMaps) -> npt.NDArray[np.float64]:
-    """Return the number of every layer and head, `[L, H]`."""
+    """Return the score of every layer and head, `[L, H]`."""
     due = np.isin(maps.rows, maps.marked)
     rows = due if due.any() else np.ones(len(maps.rows), bool)
     back = maps.rows[rows, None] - maps.columns  # [R, C]
@@ -27,7 +27,7 @@ def head_scores(maps: AttentionMaps) -> npt.NDArray[np.float64]:
 
 
 def top_heads(maps: AttentionMaps, most: int) -> list[tuple[int, int]]:
-    """Return the indices of layer and head of the most telling heads, in the order of layers and heads."""
-    numbers = head_scores(maps)
-    chosen = np.argsort(-numbers, axis=None, kind="stable")[:most]
-    return [divmod(int(place), numbers.shape[1]) for place in sorted(chosen)]
+    """Return layer and head of the `most` heads with the highest scores, in the order of layers and heads."""
+    scores = head_scores(maps)
+    chosen = np.argsort(-scores, axis=None, kind="stable")[:most]
+    return [divmod(int(place), scores.shape[1]) for place in sorted(chosen)]

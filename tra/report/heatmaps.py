@@ -1,7 +1,7 @@
 """Draw the attention of runs on one sequence: a panel per layer and head, runs side by side.
 
-White is a key that left the softmax, grey one that comes later; a small frame is a key that stays without counting as
-distance. A frame around a row is a query at which an answer is due, a cross one that keeps no key at all.
+White is a key that left the softmax, grey is a later key, and a small frame is a key that stays without counting as
+distance. A frame around a row is a query at which an answer is due; a cross is a query that keeps no key.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Panel(NamedTuple):
 
 
 def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Panel]:
-    """Return the panels and their places: a row per layer, and a column per head of the first run, then of the next.
+    """Return the panels and their places: a row for each layer, and a column for each head of each run.
 
-    Of a run with more than `most` heads in all, the most telling ones stand in one row.
+    A run with more than `most` heads in all has its top heads, in one row.
     """
     result, before = [], 0
     for run, maps in enumerate(found):
@@ -80,10 +80,10 @@ def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Pane
 
 
 def draw_attention(found: Sequence[AttentionMaps], path: Path, most: int | None = None) -> None:
-    """Draw the maps of runs that looked at the same window of the same sequence, under the mechanisms by default.
+    """Draw the maps of runs on the same window of the same sequence, each under its mechanism's name.
 
     Args:
-        most: Heads of each run to draw, the most telling ones; all by default.
+        most: Largest number of heads of each run to draw, chosen by `top_heads`; all by default.
     """
     check_figure(path)
     first = found[0]

@@ -1,13 +1,13 @@
-"""Mechanisms, tasks and suites of one's own: from a file, `mine.py:MyAttention`, or from an installed package.
+"""Import a user's mechanisms, tasks and suites: from a file, as in `mine.py:MyAttention`, or from an installed package.
 
-A file is imported only when a person names it: on a command line (`model.mechanism=mine.py:MyAttention`,
-`--import mine.py`), or in Python by `import_file`. Nothing is imported because a run folder, an archive or an exported
-model names it. An installed package offers names through entry points:
+A file is imported only if a person names it: on a command line (`model.mechanism=mine.py:MyAttention`,
+`--import mine.py`), or in Python by `import_file`. A file that only a run folder, an archive or an exported model names
+is not imported. An installed package offers names through entry points:
 
     [project.entry-points."tra.mechanisms"]
     windowed = "my_package:Windowed"
 
-A run's config keeps where its names come from: a file's SHA-256 digest, a package's version.
+A run's config records where its names come from: a file's SHA-256 digest, or a package's version.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tra import unknown_name
 Kind = Literal["mechanism", "task", "suite"]
 
 GROUPS: dict[Kind, str] = {"mechanism": "tra.mechanisms", "task": "tra.tasks", "suite": "tra.suites"}
-"""Groups of entry points, by what they offer."""
+"""Groups of entry points, by kind."""
 
 _NAME = re.compile(r"(?P<path>.*\.py):(?P<attribute>[^:/]+)", re.DOTALL)
 _FILE_NAME = re.compile(r"[\w.-]+\.py")
 
 
 class ChangedFileWarning(UserWarning):
-    """A file or package of one's own is not the one that a run was trained with."""
+    """A user's file or package has changed since the run was trained."""
 
 
 class OwnFile(NamedTuple):
-    """An imported file of one's own."""
+    """An imported file of the user."""
 
     path: Path
     digest: str
@@ -55,7 +55,7 @@ def is_in_file(name: str) -> bool:
 
 
 def without_folder(name: str) -> str:
-    """Return FILE.py:NAME of `folder/FILE.py:NAME`, as configs have it. Other names stay as they are."""
+    """Return `folder/FILE.py:NAME` as FILE.py:NAME, which configs have. Other names are returned unchanged."""
     match = _NAME.fullmatch(name)
     return name if match is None else f"{Path(match['path']).name}:{match['attribute']}"
 
@@ -92,7 +92,7 @@ def import_file(path: str | Path) -> ModuleType:
 def import_named(name: str) -> str:
     """Import the file of `folder/FILE.py:NAME`, which a person has named, and return FILE.py:NAME.
 
-    A name without a folder may be that of a file that is imported already. Other names are returned as they are.
+    A name without a folder may be that of a file that is already imported. Other names are returned unchanged.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -121,10 +121,10 @@ def execute(path: Path, module_name: str) -> ModuleType:
 
 
 def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
-    """Return what a name that is not built in stands for: part of an imported file, or an installed entry point.
+    """Return the object that a user's name stands for: from an imported file, or from an installed entry point.
 
     Args:
-        known: The built-in names, for the error's line.
+        known: The built-in names, for the error message.
     """
     match = _NAME.fullmatch(name)
     if match is not None:
@@ -149,7 +149,7 @@ def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     What an imported file defines replaces its former definition.
 
     Args:
-        others: Names besides those of the registry, for the error's line.
+        others: Names besides those of the registry, for the error message.
     """
     from tra.attention import MECHANISMS, Mechanism
     from tra.tasks import TASKS, Task
@@ -196,7 +196,7 @@ def check_sources(wanted: Mapping[str, str]) -> None:
 
 
 def changes(wanted: Mapping[str, str]) -> list[str]:
-    """Return a line for each file or package that is another now than a config says."""
+    """Return a line for each file or package that has changed since a config was made."""
     lines = []
     for source, version in wanted.items():
         if source.endswith(".py") and source in _files and _files[source].digest != version:

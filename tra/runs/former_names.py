@@ -1,4 +1,4 @@
-"""The names that parameters had in files of former versions."""
+"""Rename parameters that have other names in files of former versions."""
 
 from __future__ import annotations
 

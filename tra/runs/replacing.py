@@ -58,7 +58,7 @@ def clear_folder_beside(folder: Path, doing: str) -> None:
 
 
 def clear_folders_beside(parent: Path, *doing: str) -> None:
-    """Do what `clear_folder_beside` does for every folder that is, or was to be, in `parent`."""
+    """Call `clear_folder_beside` for every folder in `parent`, also for those that were never finished."""
     for word in doing:
         for place in parent.glob(f".*.{word}"):
             clear_folder_beside(parent / place.name[1 : -len(word) - 1], word)

@@ -1,6 +1,6 @@
 """Train and measure one cell, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS [FILE ...]]]`.
 
-"-" stands for no device and no limit in time. The files, of one's own, are imported first.
+"-" stands for no device and no limit in time. The files are the user's, and are imported first.
 """
 
 from __future__ import annotations

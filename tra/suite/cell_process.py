@@ -67,10 +67,10 @@ def start_cell(
     new_session: bool = False,
     imports: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start the process of a cell, which adds what it prints to log.txt of its folder.
+    """Start the process of a cell, whose output is appended to log.txt in its folder.
 
     Args:
-        imports: Files of one's own that the process imports first.
+        imports: The user's files that the process imports first.
     """
     command = [sys.executable, "-m", "tra.suite.cell", str(folder), device or "-"]
     command += ["-" if seconds is None else str(seconds), *imports]

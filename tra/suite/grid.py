@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     name: str
     config: RunConfig
     row: str = ""
-    """Row of the table, common to all seeds; by default the mechanism, as in `tra, margin 2`."""
+    """Row of the table, the same for all seeds; by default the variant, such as `tra, margin 2`."""
 
     @property
     def digest(self) -> str:
@@ -101,7 +101,7 @@ def cells_of(suite: Suite, only: Iterable[str] = ()) -> list[Cell]:
 
 
 def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
-    """Return a suite by its name, the one that FILE.py:FUNCTION returns, or that of an installed package."""
+    """Return a suite by its name, by FILE.py:FUNCTION, or by the entry point of an installed package."""
     if name in known:
         return known[name]()
     if is_in_file(name):

@@ -1,7 +1,7 @@
 """Run a suite on a Ray cluster: cells are tasks that share GPUs, and are started again when their worker dies.
 
-All machines must see the folder that the cells work in, and files of one's own that they need, as over a network file
-system.
+All machines must see the folder that the cells work in, and the user's files that they need, for example over a network
+file system.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def lengths_rates() -> Suite:
 def _search_cell(
     task: str, name: str, changes: Sequence[str], rate: float, seed: int, steps: int, examples: int
 ) -> Cell:
-    """Return a run of a search for learning rates: short, and hardly measured, as its training loss says enough."""
+    """Return a cell of a search for learning rates: short and hardly evaluated, as only its training loss is used."""
     short = [f"train.steps={steps}", f"train.seed={seed}", f"evaluate.examples={examples}", 'evaluate.splits=["iid"]']
     return Cell(f"{task}-{name}-{rate}", preset(task).override([*short, *changes, f"optim.lr={rate}"]))
 
@@ -155,9 +155,9 @@ PAPER_VARIANTS = {
 
 
 def paper_rates() -> Suite:
-    """The tables' tasks in a tenth of their steps at three learning rates, from a seed that the tables don't use.
+    """The tables' tasks at three learning rates, with a tenth of the steps and a seed that the tables don't use.
 
-    All are clipped at 1: without it, rates that are otherwise the best may break down late.
+    Gradients are clipped at 1, because without clipping the best rates may break down late.
     """
     return {
         task: Part(
@@ -191,7 +191,7 @@ def _margin_cell(task: str, margin: float, rate: float, seed: int, *changes: str
 
 
 def margin_rates() -> Suite:
-    """TRA at six margins on the quick tasks, at three learning rates: judged by their training loss."""
+    """TRA at six margins and three learning rates on the quick tasks, compared by training loss."""
     few = ("evaluate.examples=200", "evaluate.examples_of={}", 'evaluate.splits=["iid"]')
     return {
         task: Part(
@@ -202,7 +202,7 @@ def margin_rates() -> Suite:
 
 
 def trainability() -> Suite:
-    """The demo's task from ten seeds at four learning rates: in how many runs is it learnt at all?
+    """The demo's task with ten seeds and four learning rates: how many runs learn it at all?
 
     Rates vary before seeds, so that a table of part of the cells compares all mechanisms.
     """

@@ -33,10 +33,10 @@ def train(
 
     Args:
         config: The run; None takes the one in the folder, with `resume`.
-        folder: Where the run keeps its files. One that exists is never touched without `resume` or `overwrite`.
+        folder: The run's folder. One that exists is never touched without `resume` or `overwrite`.
         resume: Go on from the newest intact checkpoint, or start if there is none.
-        time_limit: Seconds after which to checkpoint and stop, with room to do so.
-        changed_files: Resume though a file of one's own is not the one that the run began with.
+        time_limit: Seconds within which to stop, with a checkpoint written.
+        changed_files: Resume although a file of the user has changed since the run began.
         progress: Called after every step.
     """
     started = time.monotonic()
@@ -75,7 +75,7 @@ def train(
 
 
 def _has_final_weights(run: RunFolder, report: Callable[[str], None]) -> bool:
-    """Return whether the run is finished. Damaged weights, and those of another model, are reported and don't count."""
+    """Return whether the run is finished. Damaged weights, or those of another model, are reported and don't count."""
     if not run.weights_file.is_file():
         return False
     try:

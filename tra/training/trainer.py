@@ -142,10 +142,10 @@ class Trainer:
                     slowest = max(slowest, time.monotonic() - now)
                     if self.step % train.checkpoint_every == 0 and self.step < train.steps:
                         self._save()
-                except StepAbandonedError:  # this is the state after the step before
+                except StepAbandonedError:  # the state is that after the previous step
                     self._save()
                     return Result(self.step, request.signal or "SIGINT")
-                except RankLostError as error:  # never raised within an optimizer's step: the last step is whole
+                except RankLostError as error:  # never raised within an optimizer's step, so the last step is complete
                     if not self.is_sharded:  # its other parts are lost
                         self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
@@ -157,7 +157,7 @@ class Trainer:
         return Result(self.step, "done")
 
     def _before_update(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call a function in every step before weights change, and let signals in before that; return how to end it."""
+        """Call `call` in every step before weights change, and handle signals until then. Return what undoes this."""
         parts = [part for layer in self.model.layers for part in layer.named_modules()]
         if self.config.train.compile == "on":  # a compiled step runs as one piece
             parts = []
@@ -172,7 +172,7 @@ class Trainer:
         return remove
 
     def _finite_step(self, request: StopRequest) -> None:
-        """Train on the next batch; end the run if gates have overflowed, which attention refuses on a CPU."""
+        """Train on the next batch. End the run if gates have overflowed, which is an error of attention on a CPU."""
         try:
             self.one_step()
         except ValueError as error:
@@ -264,7 +264,7 @@ class Trainer:
         self.saved_at, self.saving_seconds = self.step, time.monotonic() - begun
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, by name."""
+        """Return the tensors of a checkpoint, by name."""
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         if self.step > 0:
             state = optimizer_tensors(self.model, self.optimizer)
@@ -285,7 +285,7 @@ class Trainer:
         raise NonFiniteError(f"{self.run.path}: {what} at step {self.step:,}, so the run has ended; {kept}")
 
     def _restore(self) -> None:
-        """Go back to the newest checkpoint, which the first process chooses, and reads for all unless sharded."""
+        """Restore the newest checkpoint. The first process chooses it and, unless it is sharded, reads it for all."""
         path, self.saved_at = self.ranks.run_on_first(self._read_checkpoint)
         self.step = max(0, self.saved_at)
         if self.ranks.has_others and self.step > 0 and (self.is_sharded or not self.ranks.is_first):
@@ -296,7 +296,7 @@ class Trainer:
             self.ranks.copy_from_first(list(self._tensors().values()))
 
     def _read_checkpoint(self) -> tuple[Path | None, int]:
-        """Take the newest checkpoint, but for sharded weights; return its path and step, -1 if there is none."""
+        """Restore the newest checkpoint, except sharded weights. Return its path and step, -1 if there is none."""
 
         def warn(text: str) -> None:
             self._report(f"warning: {text}")
@@ -333,7 +333,7 @@ class Trainer:
             ) from None
 
     def _take(self, state: State) -> None:
-        """Go on from a checkpoint that fits."""
+        """Restore a checkpoint that fits."""
         self.model.load_state_dict(checkpoint_part(state, "model."))
         if state.step > 0:
             load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))

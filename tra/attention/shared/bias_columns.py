@@ -26,9 +26,10 @@ PIECES = 3
 
 
 def can_use_bias_columns(inputs: AttentionInputs) -> bool:
-    """Return whether a mechanism with learnt factors may use columns. Large factors exceed float16's range.
+    """Return whether a mechanism with learnt factors may use columns.
 
-    They are split by their bits, which other runtimes than torch's can't, so exported graphs have no columns.
+    Large factors exceed the range of float16. Factors are split by their bits, which only torch can do, so exported
+    graphs have no columns.
     """
     return not torch.is_grad_enabled() and inputs.query.dtype != torch.float16 and not is_exporting()
 

@@ -15,21 +15,21 @@ from tra.ops.visible import PagedKeys
 
 
 class BoundedCache(PagedRows):
-    """Keys and values of the last tokens alone: the memory of a text of any length is that of a window.
+    """A cache of the last tokens only, so that memory doesn't grow with the text.
 
-    Each layer is a ring: a new token takes the place of the oldest. Queries see the last `window` real tokens of their
-    row, themselves included. For TRA, whose heads forget, and for rope as sliding-window attention, whose positions go
-    on counting. Padding isn't stored, and lengths stay on the device, as in `StaticCache`.
+    Each layer is a ring: a new token overwrites the oldest. Queries see the last `window` real tokens of their row,
+    their own included. It is for TRA, whose heads forget, and for rope, which it turns into sliding-window attention
+    with positions that go on counting. Padding isn't stored, and lengths stay on the device, as in `StaticCache`.
 
     Args:
         n_layers: Layers of the decoder.
         windows: Tokens that queries see, one number for all layers or one for each.
-        chunk: The most tokens of a prompt that are read at a time. Each layer holds `window + chunk - 1` tokens,
+        chunk: Most tokens of a prompt that are read at a time. Each layer holds `window + chunk - 1` tokens,
             rounded up to whole pages of 64.
         sinks: First tokens of each row that stay visible besides the window (Xiao et al. 2023); for rope.
-        guard: Count how often heads ask for more than their window, see `WindowGuard`; for TRA. A number is the
-            relative weight of older keys from which a query counts, True is that of the early stop, which is far
-            smaller. It costs a map of the window in every step.
+        guard: Count how often heads may need more than their window, see `WindowGuard`; for TRA. A query is counted if
+            older keys may have more than this relative weight. True takes the tolerance of the early stop, which is
+            very small. The guard computes a map of the window in every step.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BoundedCache(PagedRows):
             for window in windows
         ]
         self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
-        """Tokens that can be read at a time, once rings are full."""
+        """Tokens that can be read at a time once the rings are full."""
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `PackedRows`."""
@@ -70,7 +70,7 @@ class BoundedCache(PagedRows):
         return super().begin(x, key_mask)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Put rows `[N]` of the batch in its place, as beams of a search are chosen. A row may be taken again."""
+        """Replace the batch by its rows `[N]`, as a beam search does. A row may be chosen several times."""
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
             for layer in self.layers:
@@ -84,7 +84,8 @@ class BoundedCache(PagedRows):
     def unmet_windows(self) -> list[dict[str, Any]]:
         """Return what the guard counted: for each layer `window`, `queries` and `unmet`, one number a head.
 
-        `queries` had keys older than the window; `unmet` of them asked for more. Waits for the device.
+        `queries` is the number of queries with keys older than the window, `unmet` how many of them may need such keys.
+        Waits for the device.
         """
         found = []
         for layer in self.layers:
@@ -102,7 +103,7 @@ class RingLayer(PagedLayer):
         super().__init__(cache)
         self._cache = cache
         self.window, self.columns, self.guard = window, columns, guard
-        """Tokens that queries see, pages of each row, and what counts the queries that asked for more."""
+        """Tokens that queries see, pages of each row, and the counter of queries that may need more."""
 
     @property
     def memory_bytes(self) -> int:
@@ -113,7 +114,7 @@ class RingLayer(PagedLayer):
         batch, sinks = key.shape[0], self._cache.sinks
         pages = batch * self.columns
         if self._buffers is None:
-            # pages of zeros, and one where padding goes, in memory with all heads of a token side by side
+            # pages of zeros, and one page for padding; all heads of a token are side by side in memory
             shapes = ((pages + 1, PAGE_SIZE, new.shape[1], new.shape[3]) for new in (key, value))
             key_buffer, value_buffer = (key.new_zeros(shape) for shape in shapes)
             self._buffers = key_buffer, value_buffer
@@ -136,7 +137,7 @@ class RingLayer(PagedLayer):
 
 
 def _new_guard(guard: bool | float) -> WindowGuard | None:
-    """Return what `BoundedCache` is asked for."""
+    """Return the guard that the argument of `BoundedCache` asks for."""
     if guard is False:
         return None
     return WindowGuard(None if guard is True else guard)

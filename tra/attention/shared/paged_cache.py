@@ -1,4 +1,4 @@
-"""What caches in pages share: rows whose tokens go to the pages of a table, and the windows of their layers."""
+"""The base of caches in pages: rows whose tokens are written to the pages of a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tra.attention.shared.pages import PAGE_SIZE
 
 
 class PagedRows(PackedRows):
-    """Rows whose tokens go to the pages of a table, in turn."""
+    """Rows whose tokens are written to the pages of a table, one page after another."""
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `PackedRows`."""
@@ -20,9 +20,10 @@ class PagedRows(PackedRows):
         return super().begin(x, key_mask)
 
     def places(self, table: Tensor, pinned: int, padding_page: int) -> tuple[Tensor, Tensor]:
-        """Return page and slot of each new token, `[B, T]`, the same for all layers whose tables have as many columns.
+        """Return page and slot of each new token, `[B, T]`.
 
-        The first `pinned` columns keep the first pages; the others are written again and again in turn.
+        They are the same for all layers whose tables have the same number of columns. The first `pinned` columns keep
+        the first pages; the other columns are reused in turn.
         """
         kind = (table.shape[1], pinned)
         if kind not in self._places:
@@ -36,7 +37,7 @@ class PagedRows(PackedRows):
 
 
 class PagedLayer(PackedLayer):
-    """One layer of a cache in pages: writes new tokens to their places."""
+    """One layer of a cache in pages."""
 
     def write(self, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Write new keys and values `[B, Hkv, T, ·]`, and return the pools `[P, Hkv, page, ·]`."""
@@ -50,7 +51,7 @@ class PagedLayer(PackedLayer):
 
 
 def layer_windows(n_layers: int, windows: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a window for each layer, checked."""
+    """Return a window for each layer; a ValueError if their number or size is wrong."""
     windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
     if len(windows) != n_layers:
         raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")

@@ -13,7 +13,7 @@ from tra.ops.visible import PagedKeys
 
 
 class PooledCache(PagedRows):
-    """A pool of pages that many texts share, each pass with the rows and the table that `select` was given.
+    """A pool of pages that many texts share. `select` chooses the rows of each pass.
 
     Args:
         n_layers: Layers of the decoder.
@@ -33,7 +33,7 @@ class PooledCache(PagedRows):
 
         Args:
             table: `[B, N]` int32: page l of a row's text is `table[b, l % N]`, those of the new tokens included.
-            lengths: `[B]` int64: tokens that each row has stored.
+            lengths: `[B]` int64: number of tokens that each row has stored.
         """
         self.table, self.lengths = table, lengths
 

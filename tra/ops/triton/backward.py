@@ -66,12 +66,12 @@ def run_backward(
     launcher: Launcher = TRITON,
     counted_right: Tensor | None = None,
 ) -> None:
-    """Fill `grads` by two kernels, over chunks of query rows: what one leaves for the other stays within bounds.
+    """Fill `grads` with two kernels, over chunks of query rows, which bound the memory between the two.
 
     Args:
         early: Whether walks of the forward may have stopped. The `tolerance` of the options isn't read.
-        counted_right: `[B, H, Tq]`, where these keys are a piece of a row's: the counted keys right of it. `state` is
-            then that of whole rows, but for `stop`.
+        counted_right: `[B, H, Tq]`, if these keys are a piece of a row's keys: the number of counted keys right of it.
+            `state` is then that of whole rows, except `stop`.
     """
     from tra.ops.triton.backward_kernels import key_gradient_kernel, query_gradient_kernel
 

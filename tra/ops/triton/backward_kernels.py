@@ -99,11 +99,10 @@ def query_gradient_kernel(
 
     Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
     n_rows]`, slope · (keys counted right of a key block) - REF, or their number if ONLINE (less one without a margin,
-    as in the forward); WALK_ENDS `[B H, row
-    blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long.
-    BEFORE_NORM: gradients are those of queries before their norm, which multiplied rows by NORM_FACTOR, and of gates
-    before log σ. PIECE: rows have COUNTED_RIGHT counted keys right of these keys, and OUT, REF and TOTAL are those of
-    whole rows.
+    as in the forward); WALK_ENDS `[B H, row blocks, 2]`, the oldest and newest key block read. The key blocks of that
+    kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of queries before their norm, which multiplied
+    rows by NORM_FACTOR, and of gates before log σ. PIECE: rows have COUNTED_RIGHT counted keys right of these keys, and
+    OUT, REF and TOTAL are those of whole rows.
     """
     blocks = n_rows // BM
     i_bh, i_m = head_and_block(blocks, heads_sorted)

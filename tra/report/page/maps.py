@@ -16,7 +16,7 @@ from tra.report.runs import EvaluatedRun, Problem, one_line
 from tra.runs import AttentionMaps, RunFolder, read_attention
 
 CELLS = ("weights", "content", "distances", "uncounted")
-"""Arrays with a number for every query and key."""
+"""Names of the arrays that have a number for every query and key."""
 
 MAX_MAPS = 12
 WINDOWS = (96, 64, 48, 32)
@@ -26,7 +26,7 @@ MAX_BYTES = 6_000_000
 """Of all maps together, before base64."""
 
 BYTES_PER_CELL = 5
-"""Weight, score and distance; a sixth says which keys stay without counting, where there are any."""
+"""Bytes of weight, score and distance. A sixth marks keys that stay without counting, if there are any."""
 
 
 def read_maps(runs: Sequence[EvaluatedRun]) -> tuple[dict[str, AttentionMaps], list[Problem]]:
