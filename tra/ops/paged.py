@@ -49,7 +49,7 @@ def threshold_relative_attention_paged(
             `t % page_size`. Every entry is a page of the pool, also entries that are not in use.
         key_lengths: `[B]`: tokens that each row has had, the queries' included. Without a window at most
             `N · page_size`.
-        window: Largest number of keys that a query sees, including its own; all by default. Where a row has had more keys
+        window: Largest number of keys that a query sees, its own included; all by default. If a row has had more keys
             than its table holds, `window + Tq - 1` keys must fit the table.
 
     The other arguments are those of `threshold_relative_attention`.
