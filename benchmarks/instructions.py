@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels on Hopper, without a GPU: `python -m benchmarks.instructions`.
+"""Count what the compiler makes of the kernels on Hopper, without a GPU: `python -m benchmarks.instructions`.
 
 Compiles them for sm_90a in bfloat16 and reads the SASS: registers, bytes spilt, shared memory, and the instructions of
 every innermost loop that holds products. The log is `results/bench/instructions.txt`.

@@ -23,7 +23,7 @@ from tra.runs import environment
 
 
 class Plan(NamedTuple):
-    """What is measured."""
+    """The model and the requests that are measured."""
 
     size: str
     vocabulary: int

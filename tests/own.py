@@ -1,4 +1,4 @@
-"""The examples of one's own mechanism, task and suite, and runs of them."""
+"""The examples of your own mechanism, task and suite, and runs of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TINY = (
 
 
 def command(*arguments: str | Path) -> int:
-    """Run `tra` in this process, as one in which nothing of one's own has been imported."""
+    """Run `tra` in this process, with no user's file imported before."""
     forget()
     return parse([*map(str, arguments)])()
 
 
 def forget() -> None:
-    """Forget all that is one's own."""
+    """Forget all imported files of users."""
     tra.runs.extensions._files.clear()
     for registry in (MECHANISMS, TASKS):
         for name in [name for name in registry if ".py:" in name]:

@@ -133,7 +133,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What `tra evaluate` measures by default."""
+    """Defaults of `tra evaluate`."""
 
     examples: int = 1000
     """Test sequences per split."""
@@ -249,7 +249,7 @@ def check_arguments(model: DecoderConfig, prefix: str) -> None:
 
 
 def _check_size(model: DecoderConfig, tokens: int) -> None:
-    """Refuse sizes that no memory holds."""
+    """Raise a ValueError for sizes that no memory holds."""
     if model.n_layers > MAX_LAYERS:
         raise ValueError(f"model.n_layers must be at most {MAX_LAYERS:,}, got {model.n_layers:,}")
     parameters = 12 * model.n_layers * model.d_model**2 + 2 * model.vocab_size * model.d_model

@@ -22,7 +22,7 @@ from tra.runs import environment
 
 
 class Plan(NamedTuple):
-    """What is measured."""
+    """The model, prompts and repetitions that are measured."""
 
     size: str
     vocabulary: int
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     prompts: tuple[int, ...]
     """Tokens of a prompt."""
     new: int
-    """Tokens that follow."""
+    """New tokens."""
     dtype: torch.dtype
     graphs: tuple[bool, ...]
     rounds: int

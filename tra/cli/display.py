@@ -1,4 +1,4 @@
-"""What the command shows: progress bars on a terminal, lines elsewhere, and tables."""
+"""Show progress bars on a terminal, lines elsewhere, and tables."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Server:
             self._running.append(self._waiting.popleft())
 
     def _most_pages(self, tokens: int) -> int:
-        """Return the pages that a text of so many stored tokens may have at once."""
+        """Return the most pages that a text with `tokens` stored tokens may have at once."""
         all_pages = -(-tokens // PAGE_SIZE)
         if self._window is None:
             return all_pages

@@ -31,7 +31,7 @@ LOSS_ARGUMENTS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 IGNORED_ARGUMENTS = {"cache_position", "token_type_ids", "tokenizer"}
 """Arguments that `generate` and tokenizers pass to any model; this one doesn't use them."""
 PACKING_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""What collators say of packed documents besides `position_ids`, which say the same."""
+"""Arguments by which collators describe packed documents, besides `position_ids`, which are enough."""
 HUB_RENAMED_PARAMETERS = {r"\bdecoder\.": ""} | RENAMED_PARAMETERS
 """Former names of parameters and their names now, see `tra.runs.RENAMED_PARAMETERS`."""
 

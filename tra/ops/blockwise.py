@@ -54,7 +54,7 @@ HEADROOM = 2.0**24
 
 
 class RunningSoftmax(NamedTuple):
-    """What rows `[n, R]` carry along their walk."""
+    """The state of rows `[n, R]` along their walk."""
 
     highest: Tensor  # largest logit so far
     total: Tensor  # sum of exp(logit - highest)

@@ -19,7 +19,7 @@ from tra.ops.visible import Visible
 
 FIRST_MAP_KEYS = 256
 MAP_GROWTH = 8
-"""Each further map has this many times the keys, so the maps computed in vain are small beside it."""
+"""Each further map has this many times the keys, so that maps which are thrown away are small beside it."""
 
 
 def newest_first_attention(

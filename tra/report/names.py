@@ -42,7 +42,7 @@ FAILURES = {
     "reversed_kept": "the same, of pairs that are both kept",
     "lifted": "pairs in which a key of negative content stands above one of positive content",
 }
-"""What goes wrong in attention, by the names that diagnose.jsonl has."""
+"""Descriptions of the failures of attention, by their names in diagnose.jsonl."""
 
 
 TASK_SENTENCES = {

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedRun:
-    """What reports know of a run."""
+    """The files of an evaluated run, as reports read them."""
 
     config: dict[str, Any]
     sessions: list[dict[str, Any]]

@@ -35,7 +35,7 @@ class Calibration:
     """The contents of windows.json. Lists are by layer, then by head."""
 
     weights_sha256: str
-    """Of the file model.safetensors."""
+    """SHA-256 digest of model.safetensors, see `model_identity`."""
     model: dict[str, Any]
     """The section `model` of the run's config."""
     variant: str

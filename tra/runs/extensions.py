@@ -73,7 +73,7 @@ def import_file(path: str | Path) -> ModuleType:
         raise ValueError(f"there is no file {path}")
     if not _FILE_NAME.fullmatch(path.name):
         raise ValueError(
-            f"a file of one's own is called NAME.py, of letters, digits, '_', '-' and '.'; got {path.name!r}"
+            f"your own file must be called NAME.py, of letters, digits, '_', '-' and '.'; got {path.name!r}"
         )
     path, digest = path.resolve(), _digest(path)
     known = _files.get(path.name)
@@ -146,7 +146,7 @@ def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
 def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     """Add what `find` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
 
-    What an imported file defines replaces its former definition.
+    A file that is imported again replaces its former definitions.
 
     Args:
         others: Names besides those of the registry, for the error message.

@@ -20,7 +20,7 @@ CUT_OFF = 75
 
 
 class Report(NamedTuple):
-    """What has become of a cell."""
+    """The state of a cell."""
 
     name: str
     status: str  # "started", "done", "skipped", "failed", "cut off"

@@ -54,7 +54,7 @@ class Part(NamedTuple):
     """Exact match by split, perplexity by text and window, milliseconds of a training step, or, by learning rate, the
     final loss or the share of seeds that solve the task."""
     note: str = ""
-    """What to know before reading the table."""
+    """A remark above the table."""
 
 
 Suite = dict[str, Part]

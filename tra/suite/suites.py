@@ -69,7 +69,7 @@ LANGUAGE_VARIANTS: dict[str, list[str]] = {
     "forgetting-norm": ["model.mechanism=forgetting", "model.qk_norm=true"],
     "cope": ["model.mechanism=cope"],
 }
-"""What `language-rates` compares, as changes to `wikitext-quick`."""
+"""Variants that `language-rates` compares, as changes to `wikitext-quick`."""
 
 LANGUAGE_RATES = (5e-4, 1e-3, 2e-3)
 
@@ -77,8 +77,8 @@ LANGUAGE_RATES = (5e-4, 1e-3, 2e-3)
 def language_rates() -> Suite:
     """The paper's language models in 1,500 steps, judged at the window they train on: rates, norms, blocks, gates.
 
-    What pre-norm runs showed (1e-3 is best for those without norm, slow gates gain nothing) isn't searched again with
-    the authors' block.
+    Results of pre-norm runs (1e-3 is best without norms, slow gates gain nothing) are not searched for again with the
+    authors' block.
     """
     data = ["task.arguments.data=data/enwiki2015", "train.steps=1500", "train.seed=100", "evaluate.windows=[128]"]
     rates = dict.fromkeys(("tra", "rope-norm", "forgetting-norm"), LANGUAGE_RATES) | {"cope": (2.5e-4, *LANGUAGE_RATES)}

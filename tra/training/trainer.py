@@ -74,7 +74,7 @@ class Result(NamedTuple):
 
 @dataclass
 class Progress:
-    """What `train` reports after every step, with metrics on the steps that are logged."""
+    """The report of `train` after a step, with metrics if the step is logged."""
 
     step: int
     steps: int

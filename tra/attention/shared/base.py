@@ -35,18 +35,18 @@ COMMON_ARGUMENTS = (
 
 
 class WeightMap(NamedTuple):
-    """How queries weigh all keys, each `[B, H, rows, Tk]`."""
+    """The weights of queries over all keys, and what they are made of, each `[B, H, rows, Tk]`."""
 
     weights: Tensor
     """Factors of the values; 0 where a key is not visible."""
     content: Tensor
-    """Scaled products of query and key, before position enters."""
+    """Scaled products of query and key, without position."""
     logits: Tensor
-    """What orders the keys in the end, content and position together; -inf where a key is not visible, or dropped."""
+    """Content and position together, which rank the keys; -inf where a key is not visible, or dropped."""
 
 
 class Mechanism(nn.Module):
-    """What the decoder needs to know of a mechanism."""
+    """The base of all mechanisms: the properties that the decoder reads."""
 
     config_fields: ClassVar[tuple[str, ...]] = ()
     """Arguments of the mechanism's own: fields of `DecoderConfig` of the same name, or "layer", the layer's number."""

@@ -1,4 +1,4 @@
-"""What a mechanism computes attention from, and functions of it: visible keys, scores, softmax attention."""
+"""The inputs of a mechanism's attention, and functions of them: visible keys, scores, softmax attention."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def documents(path: str | None = None, **_others: Any) -> dict[str, Any]:
 
 
 def read_documents(path: str) -> list[str]:
-    """Whole documents, in order. Of a folder with splits, those of its test split."""
+    """Return whole documents, in order. For a folder with splits, these are the documents of its test split."""
     splits = find_sources([path])
     found = splits.get("") or splits.get("test")
     if found is None:

@@ -13,9 +13,9 @@ from tra.ops.triton.direct_launch import TRITON, Launcher
 from tra.ops.triton.launch import ForwardState, device_guard, heads_sorted_together, rows_contiguous
 
 MIN_TRANSIENT_BYTES = 256 * 2**20
-"""What backward may always hold beside its results: a number per query row and key block, for a chunk of rows."""
+"""Bytes that backward may always hold besides its results: a number per row and key block, for a chunk of rows."""
 TRANSIENT_SHARE = 16
-"""It may hold one part in this many of a GPU's memory: fewer chunks, and fewer sums over chunks."""
+"""Backward may hold one part in this many of a GPU's memory. More memory means fewer chunks and sums over them."""
 
 
 class Gradients(NamedTuple):
@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
 
 
 class NormFactors(NamedTuple):
-    """What an RMS norm multiplied rows by. Gradients are then those of what went into the norm and into log σ."""
+    """Factors by which an RMS norm multiplied rows. Gradients are then those of the inputs of the norm and of log σ."""
 
     query: Tensor  # [B, H, Tq]
     key: Tensor  # [B, Hkv, Tk]

@@ -21,7 +21,7 @@ LOG2_E = math.log2(math.e)
 
 
 class ForwardState(NamedTuple):
-    """What a forward pass leaves for backward.
+    """The results of a forward pass that backward needs.
 
     Backward subtracts two nearly equal numbers, so without `out_error` the rounding of the output would show in the
     gradients.

@@ -65,7 +65,7 @@ def attention_of_projections(
     Args:
         x: `[B, T, d_model]`, in the dtype to compute in.
         weights: Cast to that dtype, except gates, which are computed in float32. Without gates distance is free.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
 
     The other arguments are those of `threshold_relative_attention`.
 

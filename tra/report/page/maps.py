@@ -23,7 +23,7 @@ WINDOWS = (96, 64, 48, 32)
 """Most queries and keys of a map: the first of these with which all maps fit."""
 
 MAX_BYTES = 6_000_000
-"""Of all maps together, before base64."""
+"""Largest size of all maps together, before base64."""
 
 BYTES_PER_CELL = 5
 """Bytes of weight, score and distance. A sixth marks keys that stay without counting, if there are any."""

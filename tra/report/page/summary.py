@@ -21,7 +21,7 @@ MAX_NAMED = 6
 """Groups that a sentence names one by one."""
 
 MAIN_FAILURES = ("negative_mass", "reversed")
-"""What TRA is meant to prevent."""
+"""Failures that TRA is meant to prevent."""
 
 SHARED_SETTINGS = (
     ("model", "n_layers", "{} layers"),

@@ -1,4 +1,4 @@
-"""Mechanisms, tasks and suites of one's own, by file and by installed package, through every command."""
+"""Mechanisms, tasks and suites of users, by file and by installed package, through every command."""
 
 from __future__ import annotations
 
