@@ -19,7 +19,7 @@ import torch
 from tra import unknown_name
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS, constructor_arguments
 from tra.model import Decoder, DecoderConfig, NumberOrInfinity
-from tra.runs.extensions import changes, check_sources, import_named, register, sources
+from tra.runs.extensions import changed_sources, check_sources, import_named, register, sources_of
 from tra.tasks import BUILT_IN_TASKS, TASKS, Task
 from tra.text.task import Text
 
@@ -168,7 +168,7 @@ class RunConfig:
             task.lengths(split)
         model = dataclasses.replace(self.model, vocab_size=task.vocab_size)
         _check_size(model, task.size("train") * self.train.batch_size)
-        found = sources(
+        found = sources_of(
             {"mechanism": model.mechanism, "task": self.task.name}, (*BUILT_IN_MECHANISMS, *BUILT_IN_TASKS, Text.name)
         )
         imports = {source: self.imports.get(source, version) for source, version in found.items()}
@@ -180,7 +180,7 @@ class RunConfig:
 
     def changed_imports(self) -> list[str]:
         """Return a line for each file or package that has changed since this config was made."""
-        return changes(self.imports)
+        return changed_sources(self.imports)
 
     def check_model(self) -> None:
         """Raise a ValueError if no model can be made of the config. Needs no memory for its weights."""

@@ -127,9 +127,9 @@ def _config(options: argparse.Namespace) -> RunConfig | None:
 def _import_options(config: RunConfig | None, folder: Path) -> str:
     """Return the --import options that other commands need for the run's mechanism and task."""
     from tra.runs import RunFolder
-    from tra.runs.extensions import paths
+    from tra.runs.extensions import imported_paths
 
-    needed = paths((config or RunFolder(folder).config()).imports)
+    needed = imported_paths((config or RunFolder(folder).config()).imports)
     return "".join(f" --import {shlex.quote(os.path.relpath(path))}" for path in needed)
 
 

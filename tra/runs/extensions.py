@@ -38,7 +38,7 @@ class ChangedFileWarning(UserWarning):
     """A user's file or package has changed since the run was trained."""
 
 
-class OwnFile(NamedTuple):
+class ImportedFile(NamedTuple):
     """An imported file of the user."""
 
     path: Path
@@ -46,7 +46,7 @@ class OwnFile(NamedTuple):
     module: ModuleType
 
 
-_files: dict[str, OwnFile] = {}  # by the file's name, without its folder
+_files: dict[str, ImportedFile] = {}  # by the file's name, without its folder
 
 
 def is_in_file(name: str) -> bool:
@@ -81,8 +81,8 @@ def import_file(path: str | Path) -> ModuleType:
         return known.module
     if known is not None and known.path != path:
         raise ValueError(f"two different files are called {path.name}: {known.path} and {path}; rename one")
-    module = execute(path, f"tra_own_{digest[:12]}_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}")
-    _files[path.name] = OwnFile(path, digest, module)
+    module = execute_file(path, f"tra_own_{digest[:12]}_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}")
+    _files[path.name] = ImportedFile(path, digest, module)
     for attribute, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, Mechanism | Task):
             register("mechanism" if issubclass(value, Mechanism) else "task", f"{path.name}:{attribute}")
@@ -103,7 +103,7 @@ def import_named(name: str) -> str:
     return without_folder(name)
 
 
-def execute(path: Path, module_name: str) -> ModuleType:
+def execute_file(path: Path, module_name: str) -> ModuleType:
     """Run a file as a module. What it raises is a ValueError of one line, which names the line of the file."""
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -120,7 +120,7 @@ def execute(path: Path, module_name: str) -> ModuleType:
     return module
 
 
-def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
+def find_extension(kind: Kind, name: str, known: Iterable[str]) -> Any:
     """Return the object that a user's name stands for: from an imported file, or from an installed entry point.
 
     Args:
@@ -144,7 +144,7 @@ def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
 
 
 def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
-    """Add what `find` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
+    """Add what `find_extension` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
 
     A file that is imported again replaces its former definitions.
 
@@ -159,13 +159,13 @@ def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     match = _NAME.fullmatch(name)
     if name in registry and (match is None or Path(match["path"]).name not in _files):
         return
-    found = find(kind, name, [*registry, *others])
+    found = find_extension(kind, name, [*registry, *others])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"the {kind} {name!r} must be a subclass of {base.__name__}, got {found!r}")
     registry[name] = found
 
 
-def sources(names: Mapping[Kind, str], built_in: Iterable[str]) -> dict[str, str]:
+def sources_of(names: Mapping[Kind, str], built_in: Iterable[str]) -> dict[str, str]:
     """Return where names that are not built in come from: digests of files, and versions of packages."""
     built_in = set(built_in)
     found = {}
@@ -195,7 +195,7 @@ def check_sources(wanted: Mapping[str, str]) -> None:
             )
 
 
-def changes(wanted: Mapping[str, str]) -> list[str]:
+def changed_sources(wanted: Mapping[str, str]) -> list[str]:
     """Return a line for each file or package that has changed since a config was made."""
     lines = []
     for source, version in wanted.items():
@@ -210,7 +210,7 @@ def changes(wanted: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def paths(wanted: Iterable[str]) -> list[str]:
+def imported_paths(wanted: Iterable[str]) -> list[str]:
     """Return the paths of the imported files among a config's sources."""
     return [str(_files[source].path) for source in wanted if source in _files]
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tra import unknown_name
 from tra.config import RunConfig, differences
-from tra.runs.extensions import execute, find, is_in_file
+from tra.runs.extensions import execute_file, find_extension, is_in_file
 
 Measure = Literal["exact", "perplexity", "cost", "rate", "solved"]
 
@@ -108,11 +108,11 @@ def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
         file, _, function = name.rpartition(":")
         if not Path(file).is_file():
             raise ValueError(f"there is no file {file}")
-        make_suite = getattr(execute(Path(file).resolve(), f"tra_own_suite_{Path(file).stem}"), function, None)
+        make_suite = getattr(execute_file(Path(file).resolve(), f"tra_own_suite_{Path(file).stem}"), function, None)
         if not callable(make_suite):
             raise ValueError(f"{file} has no function {function}")
     else:
-        make_suite = find("suite", name, known)
+        make_suite = find_extension("suite", name, known)
     suite = make_suite()
     if not isinstance(suite, dict) or not all(isinstance(part, Part) for part in suite.values()):
         raise ValueError(f"{name} must return a dict of Parts, got {type(suite).__name__}")

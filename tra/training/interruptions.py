@@ -66,7 +66,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def let_signals_in(layer: nn.Module, _inputs: object, output: object) -> None:
+def answer_signals_in_backward(layer: nn.Module, _inputs: object, output: object) -> None:
     """Make a layer's backward run some Python, where signals can be handled. A hook for `register_forward_hook`."""
     if isinstance(output, Tensor) and output.requires_grad:
         output.register_hook(lambda _: None)

@@ -36,8 +36,8 @@ from tra.training.interruptions import (
     NonFiniteError,
     StepAbandonedError,
     StopRequest,
+    answer_signals_in_backward,
     catch_stop_signals,
-    let_signals_in,
 )
 from tra.training.loss import COUNTS, TrainingLoss
 from tra.training.optimizer import (
@@ -162,7 +162,11 @@ class Trainer:
         if self.config.train.compile == "on":  # a compiled step runs as one piece
             parts = []
         # Projections that a layer fuses take no hooks.
-        handles = [m.register_forward_hook(let_signals_in) for name, m in parts if not name.startswith("self_attn.")]
+        handles = [
+            m.register_forward_hook(answer_signals_in_backward)
+            for name, m in parts
+            if not name.startswith("self_attn.")
+        ]
         update = self.optimizer.register_step_pre_hook(lambda *_: call())
 
         def remove() -> None:
