@@ -288,8 +288,7 @@ class Decoder(nn.Module):
             cache: An empty cache to use instead: with a `BoundedCache`, memory doesn't grow with the text.
             prefill_chunk: Tokens of the prompts that are read at a time, to save memory. All by default; with a bounded
                 cache, as many as its `chunk`.
-            graph: Decode with a CUDA graph, which needs a static or bounded cache; by default if that is possible and
-                faster.
+            graph: Decode with a CUDA graph, which needs a static or bounded cache; by default if possible and faster.
             stream: Called with each new column `[B]`, on the device of the tokens.
         """
         check_tokens(tokens, self.config.vocab_size)

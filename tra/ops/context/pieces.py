@@ -90,7 +90,7 @@ class BlockwisePieces:
         """Return the gradients, and sums to correct them by.
 
         Args:
-            rows: What whole rows found, but for the counted keys, which are those right of the piece.
+            rows: The state of whole rows. Only the counted keys are those right of the piece.
         """
         sums = RowSums(torch.empty_like(rows.total), torch.empty_like(rows.total))
         seed = _no_seed(inputs.query)
@@ -130,11 +130,7 @@ class TritonPieces:
         stops: Tensor,
         options: AttentionOptions,
     ) -> tuple[Sequence[Tensor], RowSums | None]:
-        """Return the gradients, and sums to correct them by.
-
-        Args:
-            rows: What whole rows found, but for the counted keys, which are those right of the piece.
-        """
+        """See `BlockwisePieces`."""
         query, key, value, log_forget, first, last = _for_kernels(inputs)
         is_null, reference, total = rows.total == 0, rows.highest, torch.where(rows.total == 0, 1.0, rows.total)
         if query.dtype != torch.float32:
