@@ -54,7 +54,7 @@ class TRABoundedCache(TransformersCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
-            raise ValueError("a bounded cache can't be cropped: what tokens were written over is gone")
+            raise ValueError("a bounded cache can't be cropped: overwritten tokens are gone")
 
 
 class _Layer(CacheLayerMixin):

@@ -45,5 +45,5 @@ def settings_of(variant: str) -> tuple[float, float]:
 
 def _parts(variant: str) -> dict[str, str | None]:
     match = _VARIANT.fullmatch(variant)
-    assert match is not None  # every text is a mechanism with nothing behind it
+    assert match is not None  # any text matches as a mechanism
     return match.groupdict()

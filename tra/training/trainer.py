@@ -146,7 +146,7 @@ class Trainer:
                     self._save()
                     return Result(self.step, request.signal or "SIGINT")
                 except RankLostError as error:  # never raised within an optimizer's step, so the last step is complete
-                    if not self.is_sharded:  # its other parts are lost
+                    if not self.is_sharded:  # the other parts of sharded weights are lost
                         self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
         if not self._is_finite():

@@ -168,7 +168,7 @@ class Attention(Mechanism):
         if parts is None:
             out = self.project_and_attend(x, key_mask, cache, document_ids)
         elif cache is not None or document_ids is not None:
-            raise ValueError("a sequence that processes share goes neither with a cache nor with document_ids")
+            raise ValueError("a sequence that processes share takes neither a cache nor document_ids")
         else:
             out = self.attend_to_parts(x, key_mask, parts)
         return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -75,7 +75,7 @@ class LayerCache:
         if buffer is not None:
             self.check_batch(new.shape[0], buffer)
             if buffer.dtype != new.dtype:
-                raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+                raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: use the same dtype")
 
     def _write(self, name: str, new: Tensor, start: int) -> Tensor:
         end, buffer = start + new.shape[2], self._buffers.get(name)
@@ -212,7 +212,7 @@ class PackedLayer:
         """Raise an error if new keys or values can't go into a buffer."""
         check_no_grad(new)
         if buffer.dtype != new.dtype:
-            raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+            raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: use the same dtype")
 
 
 class StaticLayerCache(PackedLayer):

@@ -66,7 +66,7 @@ def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
     All slots are read: those of a ring in place, those of a shared pool as a copy.
     """
     if pages.guard is not None:
-        raise ValueError("a window's guard is for TRA: without its gates nothing bounds what older keys weigh")
+        raise ValueError("a window's guard is for TRA: without gates there is no bound on the weight of older keys")
     keys = pages.keys
     batch, columns = keys.table.shape
     if pages.in_order:
@@ -77,7 +77,7 @@ def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
     last = keys.lengths.long()[:, None] - 1
     pinned = -(-pages.sinks // PAGE_SIZE) * PAGE_SIZE
     turn = columns * PAGE_SIZE - pinned
-    newest = last - (last - slot).remainder(turn)  # the newest token that this slot can hold
+    newest = last - (last - slot).remainder(turn)  # the newest token that this slot may have
     token = torch.where(slot < pinned, slot, newest)[:, None]  # [B, 1, slots]
     position = keys.positions(query.shape[2])[..., None]  # [B, Tq, 1]
     is_near = token > position - (keys.capacity if keys.window is None else keys.window)

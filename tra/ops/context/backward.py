@@ -111,7 +111,7 @@ class BackwardWalk:
                 grad = torch.zeros_like(grad).scatter_(1, own.order[..., None].expand_as(grad), grad)
             grad_keys.append(grad[:, None])
         grad_key, grad_value = self.shared.split(self.shared.join(grad_keys))
-        for part, sums in self.sums.items():  # Σ dS should be 0; what it is instead, Σ dS n has times the mean of n
+        for part, sums in self.sums.items():  # Σ dS should be 0; its error is also in Σ dS n, times the mean of n
             self.grad_forget[part] -= sums.grad_scores * sums.distances
         grad_query = self.shared.join(list(self.grad_query.values()))
         dtype = self.shared.dtype

@@ -49,7 +49,7 @@ class GroupTransport:
         def wait() -> None:
             for work in works:
                 work.wait()
-            operations.clear()  # until here what is sent must not be freed
+            operations.clear()  # keeps what is sent alive until here
 
         return wait
 
@@ -60,7 +60,7 @@ class GroupTransport:
 
         def wait() -> Tensor:
             work.wait()
-            assert len(sent) == 1  # until here what is sent must not be freed
+            assert len(sent) == 1  # keeps what is sent alive until here
             return gathered
 
         return wait

@@ -97,7 +97,7 @@ def run_backward(
         n_blocks = -(-n_keys // tile.keys)
         rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
         once = rows >= n_queries
-        starter = launcher if once else TRITON  # a recorder would hold what all chunks need at once
+        starter = launcher if once else TRITON  # a recorder would allocate for all chunks at once
         grad_k, grad_v = grads.key, grads.value
         if not once:
             grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grad_k, grad_v))

@@ -94,7 +94,7 @@ def kind_of(
         return None
     if (described := describe(tensors if key_lengths is None else (*tensors, key_lengths))) is None:
         return None
-    if os.environ.get("TRA_AUTOTUNE"):  # it may be set at any time, and measures at the first call of its kind
+    if os.environ.get("TRA_AUTOTUNE"):  # may be set at any time, and measures at the first call of a kind
         return None
     facts, pointers = described
     training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
