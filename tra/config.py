@@ -19,7 +19,7 @@ import torch
 from tra import unknown_name
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS, constructor_arguments
 from tra.model import Decoder, DecoderConfig, NumberOrInfinity
-from tra.runs.extensions import changed_sources, check_sources, import_named, register, sources_of
+from tra.runs.extensions import changed_sources, check_sources, import_named, register, sources
 from tra.tasks import BUILT_IN_TASKS, TASKS, Task
 from tra.text.task import Text
 
@@ -168,7 +168,7 @@ class RunConfig:
             task.lengths(split)
         model = dataclasses.replace(self.model, vocab_size=task.vocab_size)
         _check_size(model, task.size("train") * self.train.batch_size)
-        found = sources_of(
+        found = sources(
             {"mechanism": model.mechanism, "task": self.task.name}, (*BUILT_IN_MECHANISMS, *BUILT_IN_TASKS, Text.name)
         )
         imports = {source: self.imports.get(source, version) for source, version in found.items()}

@@ -234,8 +234,8 @@ class Decoder(nn.Module):
             key_mask: `[B, cached + T]` bool, False at padding on either side or in between.
             cache: From `new_cache`, or a `BoundedCache`; the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
-            parts: How processes share the sequence. `tokens` and `key_mask` are then this process's part.
-            call_layer: Calls a layer with its inputs, for example to checkpoint activations.
+            parts: How processes share the sequence, of which tokens and `key_mask` are this one's part.
+            call_layer: Calls a layer with its inputs, as to checkpoint activations.
         """
         check_tokens(tokens, self.config.vocab_size)
         x = self.embed_tokens(tokens)

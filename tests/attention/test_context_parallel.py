@@ -66,9 +66,9 @@ def test_what_cannot_be_shared_is_an_error() -> None:
     model = tra.Decoder(tra.DecoderConfig(4, d_model=8, n_layers=1, n_heads=2, dropout=0.5))
     with pytest.raises(ValueError, match=r"has no dropout, got 0\.5: set it to 0"):
         model(tokens, parts=parts)
-    with pytest.raises(ValueError, match="takes neither a cache nor document_ids"):
+    with pytest.raises(ValueError, match="goes neither with a cache nor with document_ids"):
         model(tokens, document_ids=tokens, parts=parts)
-    with pytest.raises(ValueError, match="takes neither a cache nor document_ids"):
+    with pytest.raises(ValueError, match="goes neither with a cache nor with document_ids"):
         model.eval()(tokens, cache=model.new_cache(), parts=parts)
     layer = tra.ThresholdRelativeAttention(8, 2, rotary=True)
     with pytest.raises(ValueError, match="rotary=True needs positions"):

@@ -17,6 +17,7 @@ from tra.presets import preset
 from tra.runs import RunFolder, write_windows
 from tra.text.task import Text
 
+Command = CallTra
 PROMPT = "Alice was beginning to get very tired of sitting by her sister on the bank"
 
 
@@ -45,12 +46,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, runs: Path) -> CallTra:
+def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, runs: Path) -> Command:
     monkeypatch.chdir(runs)
     return partial(call_tra, "generate")
 
 
-def test_a_window_in_tokens(command: CallTra, runs: Path) -> None:
+def test_a_window_in_tokens(command: Command, runs: Path) -> None:
     """The text is that of the Python call, and the guard's line comes beside it."""
     asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 40)
     status, said, beside = command(*asked, "--memory", 6)
@@ -73,7 +74,7 @@ def test_a_window_in_tokens(command: CallTra, runs: Path) -> None:
     assert sum(layer["queries"] for layer in guard) > 0
 
 
-def test_calibrated_windows(command: CallTra) -> None:
+def test_calibrated_windows(command: Command) -> None:
     asked = ("tra", "--prompt", PROMPT, "--max-new-tokens", 5, "--json")
     whole, calibrated, elsewhere = (
         json.loads(command(*asked, *options)[1])
@@ -86,7 +87,7 @@ def test_calibrated_windows(command: CallTra) -> None:
     assert len(calibrated["tokens"]) == len(whole["tokens"])
 
 
-def test_rope_has_no_guard(command: CallTra) -> None:
+def test_rope_has_no_guard(command: Command) -> None:
     status, _, beside = command("rope", "--prompt", PROMPT, "--max-new-tokens", 5, "--memory", 16)
     assert status == 0
     assert beside.splitlines()[-1].startswith("memory: 16 tokens in each layer, ")
@@ -119,7 +120,7 @@ def test_the_guard_by_hand() -> None:
         (("forgetting", "--memory", "8"), "forgetting can't use a bounded cache: it is for TRA and rope"),
     ],
 )
-def test_bad_input_is_one_line(command: CallTra, arguments: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_one_line(command: Command, arguments: tuple[str, ...], message: str) -> None:
     status, _, said = command(*arguments)
     assert status == 2
     assert message in said

@@ -48,7 +48,7 @@ def choose_memory(asked: str, run: RunFolder) -> Memory:
 
 
 def new_cache(memory: Memory, model: DecoderConfig) -> BoundedCache:
-    """Return an empty cache with these windows. It has a guard if scores have a bound: in TRA with normalised keys."""
+    """Return an empty cache of these windows, with a guard where scores have a bound: in TRA with normalised keys."""
     from tra.attention import MECHANISMS, BoundedCache, ThresholdRelativeAttention
 
     guarded = issubclass(MECHANISMS[model.mechanism], ThresholdRelativeAttention) and model.qk_norm is not False

@@ -67,7 +67,7 @@ class Server:
         self._device = model.lm_head.weight.device
         self._waiting: deque[Text] = deque()
         self._running: list[Text] = []
-        """Texts that have pages, in the order in which they joined."""
+        """In the order in which they joined."""
         self._count = 0
 
     @property

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS
 from tra.config import check_arguments, convert_json, finite_dict
 from tra.model import DecoderConfig
-from tra.runs.extensions import ChangedFileWarning, changed_sources, check_sources, register, sources_of
+from tra.runs.extensions import ChangedFileWarning, changed_sources, check_sources, register, sources
 
 FORMAT = 3
 """Newest format of configs and weights. A newer one raises an error. Format 2 adds `threshold` and `margin`, format 3
@@ -122,7 +122,7 @@ class TRAConfig(PreTrainedConfig):
             warnings.warn(line, ChangedFileWarning, stacklevel=2)
         register("mechanism", self.mechanism)
         decoder = self.to_decoder()
-        self.imports = sources_of({"mechanism": decoder.mechanism}, BUILT_IN_MECHANISMS) | imports
+        self.imports = sources({"mechanism": decoder.mechanism}, BUILT_IN_MECHANISMS) | imports
         self.num_key_value_heads = decoder.n_heads if decoder.n_kv_heads is None else decoder.n_kv_heads
         self.margin = decoder.margin
         self.tra_format = self._needed_format()

@@ -165,7 +165,7 @@ def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     registry[name] = found
 
 
-def sources_of(names: Mapping[Kind, str], built_in: Iterable[str]) -> dict[str, str]:
+def sources(names: Mapping[Kind, str], built_in: Iterable[str]) -> dict[str, str]:
     """Return where names that are not built in come from: digests of files, and versions of packages."""
     built_in = set(built_in)
     found = {}

@@ -156,7 +156,7 @@ class Attention(Mechanism):
             cache: The keys and values of earlier tokens, to which those of the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
             with_map: Also return the attention weights, see `attend_with_map`.
-            parts: How processes share the sequence, of which x is one part; not with a cache, documents or a map.
+            parts: How processes share the sequence, of which x is this one's part; without cache, documents or map.
         """
         if self.fuse_projections and torch.is_grad_enabled():
             check_plain_parts(self, FUSED_PARTS)
@@ -168,7 +168,7 @@ class Attention(Mechanism):
         if parts is None:
             out = self.project_and_attend(x, key_mask, cache, document_ids)
         elif cache is not None or document_ids is not None:
-            raise ValueError("a sequence that processes share takes neither a cache nor document_ids")
+            raise ValueError("a sequence that processes share goes neither with a cache nor with document_ids")
         else:
             out = self.attend_to_parts(x, key_mask, parts)
         return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -51,7 +51,7 @@ def context_parallel_attention(
         key: `[B, Hkv, T, D]`.
         value: `[B, Hkv, T, Dv]`.
         log_forget: `[B, H, T]`.
-        parts: How the sequence is divided among the processes.
+        parts: How the sequence is dealt.
         key_mask: `[B, T]` bool. A False key never stays and never counts.
         tolerance: As for `threshold_relative_attention`. Above 0, keys that provably don't count are not sent; 0.0
             sends all keys.

@@ -99,7 +99,7 @@ class ForwardWalk:
     def _rest_is_negligible(
         self, piece: PieceInputs, heads: Tensor | slice, rows: RunningSoftmax, segment: Segment
     ) -> Tensor:
-        """Return the rows `[h, G, R]` for which no key older than a segment counts, by the bound of `stop_bound.py`."""
+        """Return for which rows `[h, G, R]` no key older than a segment counts, by the bound of `stop_bound.py`."""
         newest_left = segment.part if segment.start > 0 else segment.part - 1
         if newest_left < 0:
             return torch.ones_like(rows.total, dtype=torch.bool)
