@@ -64,7 +64,7 @@ def random_heads(length: int) -> Iterator[Head]:
 
 
 def trained_heads(run: str, length: int) -> Iterator[Head]:
-    """Yield the queries, keys and gates of all heads of a trained run on a flip-flop sequence."""
+    """Yield what the heads of all layers of a trained run compute on a flip-flop sequence."""
     drawn = FlipFlop(length + 2).sample("iid", 1, generator(SEED, "bench", device=torch.device("cpu")), "cpu")
     inputs = trained_inputs(RunFolder.open(run), drawn.tokens[:, :length])
     tensors = (x.detach().float().flatten(0, 1) for x in (inputs.query, inputs.key, inputs.log_forget))

@@ -5,7 +5,7 @@ wait for the host. Here each kind of call (shapes, strides, dtypes, device, opti
 launches are then recorded (`direct_launch.py`), and later calls only allocate and launch. Kernels and arguments stay
 the same.
 
-If anything could see or change the operator's call, the call goes through the dispatcher: see `tra/ops/watchers.py`.
+Whatever could see or change the operator's call takes the way through the dispatcher: see `tra/ops/watchers.py`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ MAX_BACKWARD_PLANS = 16
 """Most backward plans of one kind, since gradients may come in several layouts."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 NUMBER_TYPES = (float, int, bool, str, type(None))
-"""Types of number arguments that are kept: the value of a tensor might change."""
+"""Of arguments that are remembered: a tensor's value might change."""
 DECODE_KEYS_STEP = 16
-"""Lengths of a growing cache up to the next multiple of this are one kind, since tiles are multiples of it."""
+"""Keys of a growing cache up to the next multiple of this are one kind: tiles have multiples of it."""
 takes: Callable[[Tensor], bool] = attrgetter("is_cuda")
-"""Whether calls with such queries may be taken here. Tests and benchmarks that change launchers replace it."""
+"""Whether calls with such queries may come here. Tests and benchmarks that change what launchers read replace it."""
 
 
 class Kind(NamedTuple):
