@@ -66,6 +66,7 @@ def stub_driver() -> None:
     eager.takes = lambda _: True
     vars(operator_inputs)["reading_is_free"] = lambda _: False  # as on a GPU
     os.environ["TRITON_INTERPRET"] = "1"  # read by our availability check; the kernels are imported already
+    os.environ["TRA_DIRECT_LAUNCH"] = "1"
 
 
 def operator_cases(length: int = 128) -> dict[str, Callable[[], object]]:

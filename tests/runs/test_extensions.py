@@ -210,7 +210,7 @@ def test_a_cell_without_its_file_fails_in_one_line(tmp_path: Path) -> None:
     forget()
     (report,) = run_suite([cell], tmp_path, device="cpu")
     assert report.status == "failed"
-    assert report.last_lines.startswith("the config needs own_mechanism.py and own_task.py of your own")
+    assert "config.json: the config needs own_mechanism.py and own_task.py of your own" in report.last_lines
     assert "\n" not in report.last_lines
 
 

@@ -74,6 +74,7 @@ def start_cell(
     """
     command = [sys.executable, "-m", "tra.suite.cell", str(folder), device or "-"]
     command += ["-" if seconds is None else str(seconds), *imports]
+    environment = {**environment, "TRA_PARENT": str(os.getpid())}
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=new_session)
 
