@@ -88,7 +88,7 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[Any], list[int]] | None:
 def kind_of(
     query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, key_lengths: Tensor | None, *numbers: Any
 ) -> Kind | None:
-    """Return the kind of a call of `threshold_relative_attention`; None if it has to go through the dispatcher."""
+    """Return the kind of a call of `threshold_relative_attention`; None if it has to take the way of all calls."""
     tensors = (query, key, value, log_forget)
     if not (type(query) in PLAIN_TYPES and takes(query) and HAS_TRITON and nothing_watches()):
         return None
@@ -292,8 +292,8 @@ def learn(
 ) -> EagerCall | None:
     """Return the object that takes calls of a kind, which was checked and chosen for the kernels, and keep it.
 
-    None if such calls go through the dispatcher: on another device than the current one, with a negative scale, with
-    numbers of other types, or with `key_lengths` in the forward kernel.
+    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, numbers
+    of other types, or `key_lengths` in the forward kernel.
     """
     width = max(query.shape[3], value.shape[3])
     on_current = (query.device.index or 0) == current_device()
