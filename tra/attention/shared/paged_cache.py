@@ -51,7 +51,7 @@ class PagedLayer(PackedLayer):
 
 
 def layer_windows(n_layers: int, windows: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a window for each layer; a ValueError if their number or size is wrong."""
+    """Return a window for each layer, checked."""
     windows = (windows,) * n_layers if isinstance(windows, int) else tuple(windows)
     if len(windows) != n_layers:
         raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")
