@@ -1,1 +1,1 @@
-"""What developers measure. Not part of the package; run as `python -m benchmarks.NAME`."""
+"""Measurements for developers. Not part of the package; run as `python -m benchmarks.NAME`."""

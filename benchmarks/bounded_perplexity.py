@@ -1,9 +1,9 @@
-"""Perplexity of long running text against the size of the cache: STORE RUN...
+"""Measure the perplexity of long running text against the size of the cache: STORE RUN...
 
-TRA reads with a bounded cache, in pieces as a prompt does, and also with the windows of tra calibrate, if the run has
-them. RoPE and FoT read through a sliding window, with the first
-tokens kept and without. Scored is the second half of each text, so that every token has at least half of it before it,
-and the largest window is half of the text. Each size is compared with the model that sees all, paired by document.
+TRA reads with a bounded cache, in chunks like a prompt, and once more with the windows of tra calibrate if the run has
+them. RoPE and FoT read through a sliding window, with and without the first tokens of the text. Only the second half of
+each text is scored, so that every scored token has at least half of the text before it. The largest window is half of
+the text. Each size is compared with the model that sees the whole text, paired by document.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from tra.training.loss import cross_entropy_by_token
 
 LENGTHS = (16_384, 65_536)
 SHARES = (2, 4, 8, 16, 32, 64)
-"""Size of the cache as a part of the text: a half to a 64th."""
+"""Sizes of the cache, as divisors of the text's length: a half to a 64th."""
 
 SINKS = 4
-"""First tokens that stay, as StreamingLLM has them."""
+"""First tokens of the text that stay in the cache, as in StreamingLLM."""
 
 TEXTS = 4
-"""Pieces of running text of each length, spread over the store."""
+"""Texts of each length, spread over the store."""
 
 CHUNK = 2048
-"""Tokens that TRA reads at a time. The cache has room for them besides its window, in which alone queries see keys."""
+"""Tokens that TRA reads at a time. The cache has room for them besides the window, but queries see only the window."""
 
 
 class Reading(NamedTuple):
-    """A way to read a text: which keys a query has."""
+    """A way to read a text: which keys a query sees."""
 
     method: str  # whole, bounded cache, calibrated cache, window, window and sinks
     window: int | None = None  # the largest, if they differ by layer
@@ -58,7 +58,7 @@ class Reading(NamedTuple):
 
 
 def readings(mechanism: str, length: int, shares: Sequence[int], calibrated: Sequence[int] = ()) -> Iterator[Reading]:
-    """Yield the ways in which a mechanism reads a text of `length` tokens, the whole first.
+    """Yield the ways in which a mechanism reads a text of `length` tokens, the way that sees all of it first.
 
     Args:
         calibrated: Windows of the layers, if they have been calibrated.
@@ -78,7 +78,7 @@ def readings(mechanism: str, length: int, shares: Sequence[int], calibrated: Seq
 
 @torch.no_grad()
 def token_losses(model: Decoder, ids: Tensor, reading: Reading, precision: str) -> Tensor:
-    """Return the nats of tokens 1 … T - 1 of a text `[T]`."""
+    """Return the loss in nats of tokens 1 … T - 1 of a text `[T]`."""
     tokens = ids[None]
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     with autocast(ids.device, precision):
@@ -94,7 +94,7 @@ def token_losses(model: Decoder, ids: Tensor, reading: Reading, precision: str) 
 
 
 def text_starts(stream: Stream, length: int, count: int) -> list[int]:
-    """Return where up to `count` pieces of `length` tokens begin, spread evenly and side by side."""
+    """Return where up to `count` texts of `length` tokens begin, spread evenly and without overlap."""
     fitting = len(stream.tokens) // length
     if not fitting:
         raise ValueError(f"{stream.name} has {len(stream.tokens):,} tokens: too few for a text of {length:,}")
@@ -143,7 +143,7 @@ def bench_bounded_perplexity(
     precision: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Return a row per run, length and way of reading."""
+    """Return a row for each run, length and way of reading."""
     rows = []
     for run, length in itertools.product(runs, lengths):
         config = run.config()
@@ -168,14 +168,14 @@ def bench_bounded_perplexity(
 
 
 def _calibrated(run: RunFolder) -> list[int]:
-    """Return the windows of a run's layers, none if it hasn't been calibrated."""
+    """Return the windows of a run's layers; an empty list if the run hasn't been calibrated."""
     if not run.windows_file.is_file():
         return []
     return [max(heads) for heads in read_windows(run.windows_file, run).windows]
 
 
 def _check(run: RunFolder, stream: Stream) -> None:
-    """Refuse what can't be read: a run of a task, another tokenizer, a mechanism without windows."""
+    """Raise a ValueError for a run of a task, another tokenizer, or a mechanism without windows."""
     config = run.config()
     task = config.task.build()
     if not isinstance(task, Text):

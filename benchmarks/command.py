@@ -1,4 +1,4 @@
-"""What the scripts' command lines share."""
+"""Parts of the scripts' command lines."""
 
 from __future__ import annotations
 

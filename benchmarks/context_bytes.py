@@ -1,7 +1,7 @@
-"""Simulate the bytes that processes sharing a sequence receive, with and without the early end. Runs on a CPU.
+"""Simulate how many bytes processes that share a sequence receive, with and without the early end. Runs on a CPU.
 
-The rows of some parts walk back over real queries, keys and gates until the bound of the operator says that no older
-key counts. From that follow the segments that their process would have asked for. Nothing is sent.
+The rows of some parts walk back over real queries, keys and gates, until the operator's bound says that no older key
+counts. How far they walk says which segments their process would have asked for. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tra.text.task import Text
 LENGTHS, RANKS = (2**14, 2**16, 2**18, 2**20), (8, 64)
 HEADS, WIDTH, SEED = 8, 64, 0
 SIMULATED_PARTS = 8
-"""Parts whose rows walk, spread over the sequence. The other parts are taken to be like them."""
+"""Parts that are simulated, spread over the sequence. The other parts are assumed to be like them."""
 ROWS, KEYS = 256, 512
 """Rows and keys of a block of the simulated walk."""
 AGREED_AHEAD = 2
-"""Segments asked for after the last one that counts, see `ForwardWalk.run`."""
+"""Segments that are still asked for after the last one that counts, see `ForwardWalk.run`."""
 
 
 class Head(NamedTuple):
@@ -46,18 +46,18 @@ class Head(NamedTuple):
     query: Tensor  # [T, D]
     key: Tensor
     log_forget: Tensor  # [T]
-    kept: float  # least fraction of keys that rows keep; 0 where it isn't known
+    kept: float  # smallest fraction of keys that any row keeps; 0 if unknown
 
 
 class Numbers:
-    """The number of ranks, for `SequenceParts`: nothing is sent."""
+    """A stand-in for a group of processes, which only tells `SequenceParts` the number of ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.rank, self.ranks = 0, ranks
 
 
 def random_heads(length: int) -> Iterator[Head]:
-    """Yield heads of normalised random queries and keys, and gates as at initialisation."""
+    """Yield heads with normalised random queries and keys, and with gates as at initialisation."""
     for head in range(HEADS):
         draws = torch.Generator().manual_seed(SEED + head)
         query, key = (F.rms_norm(torch.randn(length, WIDTH, generator=draws), (WIDTH,)) for _ in range(2))
@@ -79,9 +79,10 @@ def trained_heads(run: str, length: int) -> Iterator[Head]:
 
 
 def rows_that_matter(head: Head, start: int, stop: int, bound: float) -> Tensor:
-    """Return the rows of a part that can need a key before it: all, or those near enough where many keys are kept.
+    """Return the rows of a part that may need an older key than the part's own.
 
-    No row needs more counted keys than the bound of `stop_bound.py` asks for where all its logits are as low as can be.
+    These are all rows, or, where many keys are kept, those near enough to the part's start: even with the lowest
+    possible logits no row needs more counted keys than the bound of `stop_bound.py` asks for.
     """
     rows = torch.arange(start, stop)
     if head.kept == 0:
@@ -93,7 +94,7 @@ def rows_that_matter(head: Head, start: int, stop: int, bound: float) -> Tensor:
 
 
 def oldest_key(head: Head, start: int, stop: int, margin: float, bound: float) -> int:
-    """Return the oldest key that rows of a part have to read before the rest provably doesn't count."""
+    """Return the oldest key that the rows of a part have to read; all older keys provably don't count."""
     oldest = start
     for rows in rows_that_matter(head, start, stop, bound).split(ROWS):
         oldest = min(oldest, _oldest_key_of_block(head, rows, margin, bound))
@@ -134,7 +135,7 @@ def segments_read(segments: Sequence[Segment], starts: Sequence[int], oldest: in
 
 
 class Cell:
-    """A row of results in the making."""
+    """One row of the results, to which heads are added."""
 
     def __init__(self, length: int, ranks: int, margin: float) -> None:
         self.parts = SequenceParts(length, Numbers(ranks))  # type: ignore[arg-type]
@@ -145,7 +146,7 @@ class Cell:
         self.reach: list[int] = []
 
     def add(self, head: Head, bound: float) -> None:
-        """Let a head's rows walk."""
+        """Simulate the walks of a head's rows."""
         starts = self.parts.starts
         for part in self.chosen:
             segments = segments_before(self.parts, part)
@@ -182,7 +183,7 @@ def bench_context_bytes(
     margins: Sequence[float] = (0.0, 2.0),
     progress: Callable[[str], None] = command.progress,
 ) -> dict[str, Any]:
-    """Return a row per length, number of processes and margin."""
+    """Return a row for each length, number of processes and margin."""
     rows: list[dict[str, Any]] = []
     for length in lengths:
         cells = [Cell(length, ranks, margin) for ranks, margin in itertools.product(RANKS, margins)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks import command
-from benchmarks.trained import open_text_run
+from benchmarks.trained import run_on_text
 from tra.bench import decode
 from tra.bench.decode import (
     DecodeInputs,
@@ -70,14 +69,7 @@ def bench_decode_trained(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.parser("decode_trained", __doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("store", type=Path)
-    options = parser.parse_args(arguments)
-    device = command.require_gpu(command.pick_device(options.device))
-    run, stream = open_text_run(options.run, options.store)
-    command.show(bench_decode_trained(device, run, stream, command.progress), options.json)
-    return 0
+    return run_on_text("decode_trained", __doc__, bench_decode_trained, arguments)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Whether keys that no query keeps should leave a bounded cache first: RUN..., simulated on attention maps.
+"""Simulate on attention maps whether a bounded cache should evict keys that no query keeps first: RUN...
 
-At equal memory two caches of one head are compared on the real maps of trained models:
+Two caches of the same memory are compared for each head, on the real maps of trained models:
 
-- the newest keys: a window;
-- unkept first: a key outside the newest window that none of the last queries let stay leaves first, the oldest of
-  them; without such a key, the oldest of all leaves.
+- window: the cache holds the newest keys;
+- unkept first: outside of a window of the newest keys, the oldest key that none of the last queries kept is evicted;
+  if there is none, the oldest key of all.
 
-`dropped` is the weight, in the whole map, of keys that a query's cache no longer holds. `shifted` is half the sum of
-absolute differences between the whole map's weights and those over the cache: for a window the same, for a cache with
-gaps more, as keys that left count for no distance. `best` is the weight that the best keys of each query would drop,
-which no cache can know. Measured are the queries of each sequence's second half.
+`dropped` is the weight, in the whole map, of keys that are no longer in the query's cache. `shifted` is half the sum of
+absolute differences between the weights of the whole map and those over the cache. For a window both are equal; for a
+cache with gaps `shifted` is larger, since evicted keys no longer count as distance. `best` is the weight that is
+dropped if each query chose its own best keys, which no cache can know beforehand. Only queries of each sequence's
+second half are measured.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from tra.text import VOCABULARIES
 from tra.text.task import Text
 
 SHARES = (2, 4, 8, 16, 32)
-"""Memory as a part of the sequence's length: a half to a 32nd."""
+"""Sizes of the cache, as divisors of the sequence's length: a half to a 32nd."""
 
 MEMORIES = (8, 32, 128)
-"""Queries after which a key that none of them kept may leave."""
+"""Numbers of queries after which a key that none of them kept may be evicted."""
 
 
 class Policy(NamedTuple):
-    """Which key leaves a full cache."""
+    """A rule that says which key leaves a full cache."""
 
     name: str
     unkept_for: int | None = None  # queries; None: the oldest key leaves
-    newest: float = 1.0  # share of the memory that always holds the newest keys
+    newest: float = 1.0  # share of the memory that is kept for the newest keys
 
 
 POLICIES = (
@@ -57,10 +58,10 @@ class HeadMaps(NamedTuple):
 
 
 def simulate(kept: Tensor, memory: int, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Return which keys each query has in its cache, `[H, T, T]` bool, and how many keys left out of turn, `[H]`.
+    """Return which keys each query has in its cache, `[H, T, T]` bool, and how many keys left before older ones, `[H]`.
 
     Args:
-        kept: `[H, T, T]` bool: the query (second index) lets the key stay in its softmax.
+        kept: `[H, T, T]` bool: whether the query (second index) keeps the key in its softmax.
         memory: Keys that the cache of a head holds.
     """
     heads, length, _ = kept.shape
@@ -89,7 +90,7 @@ def simulate(kept: Tensor, memory: int, policy: Policy) -> tuple[Tensor, Tensor]
 
 
 def weights_over(maps: HeadMaps, held: Tensor) -> Tensor:
-    """Return the weights over the keys that are held, `[H, T, T]`: other keys neither stay nor count."""
+    """Return the weights over the keys in the cache, `[H, T, T]`. Other keys neither stay nor count."""
     counted = (maps.found.counted & held).to(maps.found.scores.dtype)
     counted_right = counted.flip(-1).cumsum(-1).flip(-1) - counted
     logits = maps.found.scores + maps.log_forget[..., None] * (counted_right + 1)
@@ -112,7 +113,7 @@ def measure(maps: HeadMaps, memory: int, policy: Policy) -> dict[str, Tensor]:
     dropped = (weights * ~held).sum(-1)[:, rows]
     shifted = (weights - weights_over(maps, held)).abs()[:, rows].sum(-1) / 2
     whole = weights[:, rows].sum(-1) > 0
-    # a row whose kept keys have all left weighs nothing: it has lost all, not a half
+    # a row whose kept keys have all been evicted has weights of 0: it has lost everything, not a half
     shifted = torch.where(whole & (dropped > 1 - 1e-6), 1.0, shifted)
     best = weights[:, rows].topk(memory, dim=-1).values.sum(-1)
     return {
@@ -131,7 +132,10 @@ def bench_eviction(
     policies: Sequence[Policy] = POLICIES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Return a row per memory and policy: means over heads and sequences; 95 % intervals resample the sequences."""
+    """Return a row for each memory and policy, with means over heads and sequences.
+
+    The 95 % intervals come from resampled sequences.
+    """
     check_windowed(run.config().model.mechanism)
     model = run.load_model()
     found: dict[tuple[int, Policy], list[dict[str, Any]]] = {}
@@ -163,7 +167,7 @@ def bench_eviction(
 
 
 def open_sequences(run: RunFolder, length: int, count: int, seed: int) -> Sequences:
-    """Return pieces of a language model's validation text, or test sequences of a task's first split."""
+    """Return pieces of a language model's validation text, or test sequences of the first split of a task."""
     config = run.config()
     task = config.task.build()
     if not isinstance(task, Text):

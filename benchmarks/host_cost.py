@@ -1,10 +1,10 @@
-"""What a call costs the host, on a CPU and without launches: `python -m benchmarks.host_cost [--profile CASE]`.
+"""Measure what a call costs the host, on a CPU and without launches: `python -m benchmarks.host_cost [--profile CASE]`.
 
-A proxy for machines without a GPU, never a GPU's number: Triton binds, specialises and looks up kernels as it does for
-Hopper, but what it would launch is a function that does nothing. PyTorch's other operators compute, on small tensors on
-the CPU. What is missing: the CUDA driver's launches and the caching allocator. The log is
-`results/bench/host-proxy.json`; in it is also what each call takes when all go through PyTorch's dispatcher. On a GPU
-`tra bench host` measures the real thing.
+This is a proxy for machines without a GPU; its numbers are not those of a GPU. Triton binds, specialises and looks up
+kernels as for Hopper, but launches a function that does nothing. PyTorch's other operators compute on small tensors on
+the CPU. The CUDA driver's launches and the caching allocator are missing. The log is `results/bench/host-proxy.json`;
+it also has the time of each call when all calls go through PyTorch's dispatcher. On a GPU, `tra bench host` measures
+the real cost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KernelStub:
 
 
 def stub_driver() -> None:
-    """Let Triton believe in a Hopper GPU, and the kernels in an interpreter that takes tensors on the CPU."""
+    """Make Triton work as if there were a Hopper GPU, and make the kernels take tensors on the CPU."""
     driver = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda _: 0,
@@ -66,6 +66,7 @@ def stub_driver() -> None:
     eager.takes = lambda _: True
     vars(operator_inputs)["reading_is_free"] = lambda _: False  # as on a GPU
     os.environ["TRITON_INTERPRET"] = "1"  # read by our availability check; the kernels are imported already
+    os.environ["TRA_DIRECT_LAUNCH"] = "1"
 
 
 def operator_cases(length: int = 128) -> dict[str, Callable[[], object]]:
@@ -96,7 +97,7 @@ def operator_cases(length: int = 128) -> dict[str, Callable[[], object]]:
 
 
 def layer_cases(length: int = 16) -> dict[str, Callable[[], object]]:
-    """Return calls of layers, 8 heads of 16: small, as their products are computed."""
+    """Return calls of layers with 8 heads of 16: small, because their products are really computed."""
     cases: dict[str, Callable[[], object]] = {}
     x = torch.randn(1, length, 128)
     for name in ("tra", "rope"):
@@ -127,7 +128,7 @@ def token_step(layer: torch.nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def launch_cases() -> dict[str, Callable[[], object]]:
-    """Return launches of every kernel by Triton alone, with arguments like those of the operator."""
+    """Return plain Triton launches of every kernel, with arguments like those of the operator."""
     tensor = torch.randn(1, 8, 128, 64, dtype=torch.float16)
     cases: dict[str, Callable[[], object]] = {}
     for name, kernels in KERNELS.items():
@@ -144,7 +145,7 @@ def launch_cases() -> dict[str, Callable[[], object]]:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return the median over rounds of the process' time for a call, in which nothing waits for anything."""
+    """Return the process time of a call, the median over rounds."""
     for _ in range(20):
         call()
     rounds = []

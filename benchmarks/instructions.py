@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels on Hopper, without a GPU: `python -m benchmarks.instructions`.
+"""Count what the compiler makes of the kernels on Hopper, without a GPU: `python -m benchmarks.instructions`.
 
 Compiles them for sm_90a in bfloat16 and reads the SASS: registers, bytes spilt, shared memory, and the instructions of
 every innermost loop that holds products. The log is `results/bench/instructions.txt`.
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def show_all(margin: int, label: str) -> None:
-    """Print a line for each kernel, with the kernels' MARGIN."""
+    """Print a line for each kernel, compiled with this MARGIN."""
     for width in (64, 128):
         size = {"D": width, "DV": width, "BD": width, "BDV": width, "MARGIN": margin, "PRECISION": "ieee"}
         plain = {"RANGES": False, "ONLINE": False, "FLOAT32": False, "DROPOUT": False} | size

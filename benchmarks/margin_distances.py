@@ -1,7 +1,7 @@
-"""Which distance a key inside the margin should have: the counted keys right of it (n), or one more (n + 1).
+"""Compare two distances of a key inside the margin: the number n of counted keys right of it, or n + 1.
 
-With n + 1 a key counts itself in its distance, whether it counts for others or not, so that no distance is below 1.
-Both forms are trained side by side as plain PyTorch, compiled on a GPU, each cell in a process of its own.
+With n + 1 a key always counts itself in its own distance, so that no distance is below 1. Both forms are plain PyTorch,
+compiled on a GPU. Each cell is trained in its own process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MarginAttention(DenseAttention):
 
 
 class OneMoreAttention(MarginAttention):
-    """The same, in which a margin key's distance is n + 1."""
+    """TRA with a margin of 2, in which a margin key's distance is n + 1."""
 
     added: ClassVar[int] = 1
 
@@ -64,7 +64,7 @@ FORMS: dict[str, type[DenseAttention]] = {"margin-n": MarginAttention, "margin-n
 
 
 def cells(data: str | None, tasks: Sequence[str] = tuple(SPLITS), seeds: Sequence[int] = (0, 1)) -> list[Cell]:
-    """Return the cells, longest first; those of language where there is a token store."""
+    """Return the cells, longest first. Without a token store there are none of language."""
     found = []
     for seed, form in itertools.product(seeds, FORMS if data is not None else ()):
         changes = [f"task.arguments.data={data}", f"model.mechanism={form}", "evaluate.windows=[128,1024]"]

@@ -1,7 +1,7 @@
-"""What a margin costs: TRA's kernels and a training step at margins 0, 2 and ∞, beside SDPA flash, on a GPU.
+"""Measure what a margin costs on a GPU: TRA's kernels and a training step at margins 0, 2 and ∞, and SDPA flash.
 
-Kernels as in `tra bench op` (CUDA graphs, 32,768 tokens, 8 heads, bfloat16, half of the keys above the threshold), full
-walks and early stops; steps as in `tra bench step`.
+Kernels are measured as in `tra bench op` (CUDA graphs, 32,768 tokens, 8 heads, bfloat16, half of the keys above the
+threshold), with full walks and with early stops. Steps are measured as in `tra bench step`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def attend(case: Case, margin: float, tolerance: float | None, *inputs: Tensor) 
 
 
 def measure_kernels(device: torch.device, cases: Sequence[Case] = CASES, rounds: int = 9) -> list[dict[str, Any]]:
-    """Return a row per case, margin, walk and mode. Margins take turns, so that a warming GPU favours none."""
+    """Return a row for each case, margin, walk and mode. Margins take turns, so a warming GPU favours none."""
     rows = []
     for case in cases:
         inputs = make_inputs(case, device)
@@ -76,7 +76,7 @@ def measure_kernels(device: torch.device, cases: Sequence[Case] = CASES, rounds:
 
 
 def measure_steps(device: torch.device) -> list[dict[str, Any]]:
-    """Return a row per shape and margin. Each has a process; they are timed in turn while the others wait."""
+    """Return a row for each shape and margin. Each has a process; one is timed while the others wait."""
     rows = []
     processes = [
         MeasuringProcess("tra", shape._replace(margin=margin), str(device)) for shape in STEPS for margin in MARGINS

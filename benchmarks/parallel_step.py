@@ -1,7 +1,7 @@
-"""What FSDP2 costs a training step in a world of one, and whether two processes on one device have the same losses.
+"""Measure what FSDP2 costs a training step in one process, and check that two processes on one device have its losses.
 
-NCCL refuses two processes on one GPU, so those exchange gradients and weights by gloo, through the CPU. That checks the
-losses; it says nothing about speed over several GPUs.
+NCCL refuses two processes on one GPU, so the two exchange gradients and weights with gloo, through the CPU. This checks
+the losses; it says nothing about the speed of several GPUs.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tra.config import RunConfig
 from tra.model import Decoder
 from tra.runs import environment
 from tra.tasks import Batch
+from tra.training.ddp_and_fsdp import compile_layers, is_compiled, release, shard, share
 from tra.training.distributed import Ranks
 from tra.training.loss import TrainingLoss
 from tra.training.optimizer import adamw
-from tra.training.parallel import compile_layers, is_compiled, release, shard, share
 from tra.training.step import StepFunction, make_step
 
 STEPS = 10
 """Steps whose losses are compared, and steps of a timed round."""
 ALLOWED_RATIO = 1.05
-"""Goal for FSDP2 in a world of one against the same compiled layers without it."""
+"""Largest ratio that FSDP2 in one process should cost, against the same compiled layers without it."""
 
 ONE_PROCESS = ("whole", "pieces", "layers", "fsdp")
-"""As `tra train` runs it; the same in two pieces; each layer compiled by itself; that under FSDP2."""
+"""A step as `tra train` runs it; the same in two pieces; with each layer compiled alone; the last one under FSDP2."""
 
 
 def build_step(kind: str, config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[nn.Module, StepFunction]:
-    """Return a loss and its step, of one process (`ONE_PROCESS`) or of several ("ddp" or "fsdp")."""
+    """Return a loss and its step, for one process (a kind of `ONE_PROCESS`) or several ("ddp" or "fsdp")."""
     torch.manual_seed(0)
     model = Decoder(config.model).train()
     loss: Any = TrainingLoss(model)
@@ -65,7 +65,7 @@ def build_step(kind: str, config: RunConfig, device: torch.device, ranks: Ranks)
 
 
 def batches(config: RunConfig, device: torch.device, ranks: Ranks) -> list[Batch]:
-    """Return this process's rows of the first steps."""
+    """Return this process's batches of the first steps."""
     rows = config.train.batch_size
     drawn = config.task.build().training_rows(0, 0, rows * STEPS, device)
     own = rows // ranks.world
@@ -107,10 +107,10 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 def bench_parallel_step(
     shape: Shape, device: torch.device, progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return rows of one process and of two, whether their losses agree, and the ratio that FSDP2 costs.
+    """Return the rows of one process and of two, whether their losses agree, and the ratio that FSDP2 costs.
 
-    They agree if they differ by at most twice what two pieces or other kernels change in one process, or by a rounding
-    of the precision.
+    Losses agree if they differ by at most twice as much as they do in one process with two pieces or other kernels, or
+    by a rounding of the precision.
     """
     config, rounds = run_config("tra", shape), 10 if device.type == "cuda" else 1
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -146,7 +146,7 @@ def bench_parallel_step(
 
 
 def two_processes(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
-    """Start two processes on one device, and return a row per engine; where one fails, with its error."""
+    """Start two processes on one device; return a row for each engine, with the error of an engine that failed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -160,7 +160,7 @@ def two_processes(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
 
 
 def run_worker(shape: Shape, device: torch.device, out: Path) -> None:
-    """Measure both engines in this process of two; the first writes the rows."""
+    """Measure both engines in one of the two processes. The first process writes the rows."""
     device = torch.device("cuda", 0) if device.type == "cuda" else device
     dist.init_process_group("gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size())

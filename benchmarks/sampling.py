@@ -1,4 +1,4 @@
-"""What sampling adds to a training step: the step as trained, against the step on a batch that was drawn before."""
+"""Measure what sampling adds to a training step: the whole step, against a step on a batch that was drawn before."""
 
 from __future__ import annotations
 

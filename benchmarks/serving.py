@@ -1,8 +1,8 @@
-"""Requests of mixed lengths: served from a pool of pages, against padded batches with static caches.
+"""Compare serving from a pool of pages with padded batches in static caches, on requests of mixed lengths.
 
-Tokens a second count what requests asked for. A padded batch goes on until its longest request is finished, on prompts
-padded to its longest prompt; a server replaces a request as soon as it is finished. Both decode as many rows at once.
-Weights are random.
+Tokens per second count only the tokens that requests asked for. A padded batch runs until its longest request is
+finished, with prompts padded to the longest one. A server replaces each request as soon as it is finished. Both decode
+the same number of rows at once. Weights are random.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tra.runs import environment
 
 
 class Plan(NamedTuple):
-    """What is measured."""
+    """The model and the requests that are measured."""
 
     size: str
     vocabulary: int
@@ -31,11 +31,11 @@ class Plan(NamedTuple):
     rows: int
     """Requests that are decoded at once."""
     prompts: tuple[int, int]
-    """Fewest and most tokens of a prompt; lengths between are equally likely by their logarithm."""
+    """Fewest and most tokens of a prompt; lengths between are drawn log-uniformly."""
     new: tuple[int, int]
-    """The same of the tokens that follow."""
+    """Fewest and most new tokens, drawn in the same way."""
     shared: int
-    """Tokens with which every prompt begins."""
+    """Tokens that all prompts have in common, at their start."""
     dtype: torch.dtype
 
 
@@ -58,7 +58,7 @@ def draw_requests(plan: Plan, seed: int = 0) -> list[Request]:
 
 
 def run_server(model: Decoder, requests: Sequence[Request], plan: Plan) -> int:
-    """Serve all requests, and return the most tokens that the pool holds."""
+    """Serve all requests, and return the pool's capacity in tokens."""
     most = max(-(-(len(request.tokens) + request.max_new_tokens) // 64) for request in requests)
     pages = max(most, most * plan.rows // 2)  # half of what rows of the longest would need
     for _ in serve(model, requests, pages, max_rows=plan.rows):
@@ -67,7 +67,7 @@ def run_server(model: Decoder, requests: Sequence[Request], plan: Plan) -> int:
 
 
 def run_padded(model: Decoder, requests: Sequence[Request], plan: Plan) -> int:
-    """Generate batch after batch, in the order of the requests; return the most tokens that a batch's cache holds."""
+    """Generate batch after batch, in the order of the requests; return the largest capacity of a cache in tokens."""
     device, held = model.lm_head.weight.device, 0
     for start in range(0, len(requests), plan.rows):
         batch = requests[start : start + plan.rows]
@@ -91,7 +91,7 @@ def bench_serving(
     plan: Plan | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return a row per mechanism and way: tokens a second from end to end, and tokens that memory was taken for."""
+    """Return a row for each mechanism and way: tokens per second in all, and tokens that the cache has room for."""
     plan = plan or (ON_GPU if device.type == "cuda" else ON_CPU)
     requests, rows = draw_requests(plan), []
     asked = sum(request.max_new_tokens for request in requests)

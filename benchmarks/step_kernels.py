@@ -1,8 +1,8 @@
-"""Where a training step's time goes on a GPU: `python -m benchmarks.step_kernels MECHANISM SHAPE`.
+"""List the kernels of a training step on a GPU: `python -m benchmarks.step_kernels MECHANISM SHAPE`.
 
-SHAPE is 0, 1 or 2: mini, medium, and medium with GPT-2's vocabulary, as `tra bench step` has them. Of every kernel: its
-microseconds in a step, how often it runs in one, and its name; by medians over nine steps, so that another process on
-the same GPU hardly shows. The log is `results/bench/step-kernels.txt`.
+SHAPE is 0, 1 or 2: mini, medium, and medium with GPT-2's vocabulary, as in `tra bench step`. For each kernel
+it prints the microseconds in a step, the runs in a step, and the name. Numbers are medians over nine steps, so that
+another process on the GPU changes little. The log is `results/bench/step-kernels.txt`.
 """
 
 from __future__ import annotations

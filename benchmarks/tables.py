@@ -32,7 +32,7 @@ def pages() -> list[Path]:
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with its tables replaced by new ones."""
 
     def table(found: re.Match[str]) -> str:
         if found[2] not in TABLES:
@@ -43,7 +43,7 @@ def filled(text: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; its first column names the rows."""
+    """Return a Markdown table whose first column names the rows."""
 
     def line(cells: Sequence[str]) -> str:
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
@@ -57,7 +57,7 @@ def exact(run: str) -> dict[str, float]:
 
 
 def exact_rows(runs: Mapping[str, str], splits: Sequence[str]) -> list[list[str]]:
-    """Return a row per run; a split that its task doesn't have is left empty."""
+    """Return a row for each run. The cell of a split that its task doesn't have is empty."""
     measured = {label: exact(run) for label, run in runs.items()}
     return [
         [label, *(f"{found[split]:.3f}" if split in found else "" for split in splits)]
@@ -79,11 +79,11 @@ LENGTHS = {
     "copy": ("lengths/copy", ("iid", "51-100", "151-200", "8x", "16x", "64x")),
     "instruct": ("lengths/instruct", ("iid", "51-100", "101-200", "401-500", "", "")),
 }
-"""Tasks of the README's table, and their splits as long as trained, up to 2×, 4×, 8×, 16× and 64× as long."""
+"""Tasks of the README's table, with their splits of the trained length and of up to 2, 4, 8, 16 and 64 times it."""
 
 
 def length() -> str:
-    """Return exact match of the paper's tasks by length, TRA and RoPE; copy has no usable run of RoPE."""
+    """Return exact match of TRA and RoPE on the paper's tasks, by length. Copy has no usable run of RoPE."""
     rows = []
     for task, (folder, splits) in LENGTHS.items():
         runs = {"TRA": "tra"} if task == "copy" else {"TRA": "tra", "RoPE": "rope"}
@@ -135,7 +135,7 @@ def only(rows: Sequence[Row], **wanted: object) -> Row | None:
 
 
 def times_flash(label: str, rows: Sequence[Row], digits: int, **wanted: object) -> list[str]:
-    """Return a row of speeds as times SDPA's flash, forward and with backward, at 16k and 64k."""
+    """Return a row of speeds relative to SDPA's flash kernel, forward and with backward, at 16k and 64k."""
     cells = [label]
     for mode in MODES:
         for length in (LONG, LONGER):
@@ -152,7 +152,7 @@ def trained_speed() -> list[list[str]]:
 
 
 def speed() -> str:
-    """Return the operator's speed in short: a trained model's heads, cuDNN's attention, and all keys read."""
+    """Return the operator's speed in four rows, for the README."""
     rows = bench("op-h200.json")
     dense: dict[str, object] = {"gates": "init", "content": "dense"}
     lines = [
@@ -165,7 +165,7 @@ def speed() -> str:
 
 
 def operator() -> str:
-    """Return the operator's speed, all gates and contents."""
+    """Return the operator's speed with all gates and contents."""
     rows = bench("op-h200.json")
     lines = trained_speed()
     for label, contender, gates, content, digits in (
@@ -182,7 +182,7 @@ def operator() -> str:
 
 
 def decoding() -> str:
-    """Return microseconds of one token over a cache, and times the speed of SDPA's fastest."""
+    """Return the microseconds of one token over a cache, and the speed relative to the fastest of SDPA."""
     contexts = (1024, LONG, LONGER, 262_144)
     rows = bench("decode.json")
     lines = []

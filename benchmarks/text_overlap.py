@@ -1,6 +1,6 @@
-"""How much of a text stands in the training text too: the share of its 32-grams of tokens, in all and by document.
+"""Measure how much of a text is also in the training text: the share of its runs of 32 tokens, in all and by document.
 
-Rolling 64-bit hashes find candidates in one pass over the training text; equal hashes are then compared token by token.
+One pass over the training text finds candidates by rolling 64-bit hashes; these are then compared token by token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Hashes = npt.NDArray[np.uint64]
 
 
 def hash_windows(tokens: npt.NDArray[Any], length: int = LENGTH) -> Hashes:
-    """Return a hash of every run of `length` tokens, by where it starts."""
+    """Return a hash of every run of `length` tokens, indexed by where the run starts."""
     count = max(0, len(tokens) - length + 1)
     found = np.zeros(count, np.uint64)
     for place in range(length):
@@ -36,14 +36,14 @@ def hash_windows(tokens: npt.NDArray[Any], length: int = LENGTH) -> Hashes:
 
 
 def windows_of_documents(store: TokenStore, length: int = LENGTH) -> Iterator[npt.NDArray[Any]]:
-    """Yield, by document, the starts of its runs of `length` tokens; the separator is in none."""
+    """Yield, for each document, the starts of its runs of `length` tokens. No run contains the separator."""
     starts = [*store.documents[:, 0].tolist(), len(store.tokens)]
     for begin, end in itertools.pairwise(starts):
         yield np.arange(begin + 1, max(begin + 1, end - length + 1))
 
 
 def find_overlap(train: TokenStore, held_out: TokenStore, length: int = LENGTH) -> list[tuple[int, int]]:
-    """Return, by document of `held_out`, how many of its runs stand in `train`, and how many it has."""
+    """Return, for each document of `held_out`, how many of its runs are also in `train`, and how many runs it has."""
     own = hash_windows(held_out.tokens, length)
     wanted = np.unique(own)
     possible = np.zeros(1 << int(_FILTER_BITS), bool)
@@ -64,7 +64,7 @@ def find_overlap(train: TokenStore, held_out: TokenStore, length: int = LENGTH) 
 
 
 def measure(train: TokenStore, held_out: TokenStore) -> dict[str, Any]:
-    """Return the share in all, and the documents that share most."""
+    """Return the share over all documents, and the documents with the largest shares."""
     by_document = find_overlap(train, held_out)
     shared, runs = (sum(column) for column in zip(*by_document, strict=True))
     shares = sorted(((part / of, number) for number, (part, of) in enumerate(by_document) if part), reverse=True)

@@ -17,6 +17,8 @@ from tra.runs import RunFolder
 from tra.text import TokenStore
 from tra.text.task import Stream
 
+Bench = Callable[[torch.device, RunFolder, Stream, Callable[[str], None]], dict[str, Any]]
+
 
 def bench_trained(
     device: torch.device,
@@ -37,20 +39,20 @@ def bench_trained(
     return {"environment": gpu_environment(device), "check": checked, **facts, "rows": rows}
 
 
-def open_text_run(name: str | Path, store: Path) -> tuple[RunFolder, Stream]:
-    """Return a run and the text of a token store."""
-    return RunFolder.open(name), Stream.of_store(TokenStore.open(store))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command.parser("trained", __doc__)
+def run_on_text(name: str, description: str | None, bench: Bench, arguments: Sequence[str] | None) -> int:
+    """Run a benchmark on the GPU, with the run and the text that its command line names."""
+    parser = command.parser(name, description)
     parser.add_argument("run", type=Path)
     parser.add_argument("store", type=Path)
     options = parser.parse_args(arguments)
     device = command.require_gpu(command.pick_device(options.device))
-    run, stream = open_text_run(options.run, options.store)
-    command.show(bench_trained(device, run, stream, command.progress), options.json)
+    run, stream = RunFolder.open(options.run), Stream.of_store(TokenStore.open(options.store))
+    command.show(bench(device, run, stream, command.progress), options.json)
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_on_text("trained", __doc__, bench_trained, arguments)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Attention of rivals over a sliding window, with the first tokens kept or not, as their users bound a cache.
+"""Run the attention of rivals over a sliding window, with or without the first tokens: common ways to bound a cache.
 
-A window of W keys holds a query's own and the newest before it. With S sinks the first S tokens of the text stay, too,
-beside the W - S newest (StreamingLLM, Xiao et al. 2024): where positions are rotations, they are those inside of the
-cache, so that a sink is never further away than W - 1. A forget gate forgets sinks as it would in the whole text.
+A window of W keys holds the query's own key and the newest ones before it. With S sinks, the first S tokens of the text
+stay besides the W - S newest (StreamingLLM, Xiao et al. 2024). Rotary positions are then positions within the cache, so
+that a sink is never further away than W - 1. A forget gate forgets sinks as it does in the whole text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CELLS = {"cpu": 2**22, "cuda": 2**28}
 
 @contextmanager
 def sliding_window(model: Decoder, window: int, sinks: int = 0) -> Iterator[None]:
-    """Let all layers of a model read a window of keys alone."""
+    """Make all layers of a model read only a window of keys, within the context."""
     layers: list[Any] = [block.get_submodule("self_attn") for block in model.layers]
     if not isinstance(layers[0], WINDOWED):
         raise ValueError(f"sliding windows are written for rope and forgetting, not for {model.config.mechanism}")
@@ -42,7 +42,7 @@ def sliding_window(model: Decoder, window: int, sinks: int = 0) -> Iterator[None
 
 
 def attend_window(layer: Any, inputs: AttentionInputs, window: int, sinks: int) -> Tensor:
-    """Return what the queries read, `[B, H, T, D]`, a block of rows at a time."""
+    """Return the attention over the window, `[B, H, T, D]`, computed in blocks of rows."""
     batch, heads, length, width = inputs.query.shape
     group = heads // inputs.key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (inputs.key, inputs.value))

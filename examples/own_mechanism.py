@@ -1,4 +1,4 @@
-"""A mechanism of one's own: softmax attention over the nearest keys, with a setting, the width of the window.
+"""A mechanism of your own: softmax attention over the nearest keys, with the window's width as a setting.
 
 tra train --preset flipflop-quick model.mechanism=examples/own_mechanism.py:Windowed model.arguments.window=16
 tra evaluate runs/flipflop-quick-Windowed --import examples/own_mechanism.py

@@ -1,7 +1,7 @@
-"""The operator in a module of one's own: projections, norms, a gate, and a cache that is two tensors.
+"""The operator in a module of your own: projections, norms, a gate, and a cache of two tensors.
 
-`tra.ThresholdRelativeAttention` has all of this and more; this is for models whose projections are their own. It learns
-to give, at every place, the last symbol below 4 that was read: noise lies between.
+`tra.ThresholdRelativeAttention` has all of this and more. This example is for models that have their own projections.
+It learns to predict, at every position, the last symbol below 4 that was read; the other symbols are noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tra
 
 BF16_ROUNDING = 1 + 2**-7
-"""By how much a norm may exceed its value once queries and keys are rounded to bfloat16."""
+"""Factor by which a norm may exceed its value once queries and keys are rounded to bfloat16."""
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ class Model(nn.Module):
 
 
 def batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets `[rows, length]`: symbols of 16, of which a quarter count, and the last that did."""
+    """Return tokens `[rows, length]`, drawn from 16 symbols, and targets: the last symbol below 4."""
     tokens = torch.randint(16, (rows, length))
     tokens[:, 0] = torch.randint(4, (rows,))
     place = torch.where(tokens < 4, torch.arange(length), 0).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""A suite of one's own: TRA and a mechanism of one's own on a task of one's own, two seeds each.
+"""A suite of your own: TRA and your own mechanism on your own task, two seeds each.
 
 tra suite run examples/own_suite.py:grid
 tra suite table examples/own_suite.py:grid

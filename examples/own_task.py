@@ -1,4 +1,4 @@
-"""A task of one's own: say the input backwards.
+"""A task of your own: repeat the input backwards.
 
 tra train --preset copy-quick task.name=examples/own_task.py:Reverse
 tra evaluate runs/copy-quick-tra --import examples/own_task.py
@@ -14,7 +14,7 @@ from tra.tasks import BOS, FIRST_ID, SEP, SPECIAL_SYMBOLS, Batch, Lengths, Task,
 
 
 class Reverse(Task):
-    """`<bos> a b c <sep> c b a`: loss and score from <sep> on. Splits: the training length, twice and four times it."""
+    """`<bos> a b c <sep> c b a`: loss and score from <sep> on. Splits: the trained length, 2 and 4 times it."""
 
     name: ClassVar[str] = "reverse"
 

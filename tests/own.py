@@ -1,4 +1,4 @@
-"""The examples of one's own mechanism, task and suite, and runs of them."""
+"""The examples of your own mechanism, task and suite, and runs of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tra.runs.own_files
+import tra.runs.extensions
 from tra.attention import MECHANISMS
 from tra.cli.main import parse
 from tra.tasks import TASKS
@@ -23,14 +23,14 @@ TINY = (
 
 
 def command(*arguments: str | Path) -> int:
-    """Run `tra` in this process, as one in which nothing of one's own has been imported."""
+    """Run `tra` in this process, with no user's file imported before."""
     forget()
     return parse([*map(str, arguments)])()
 
 
 def forget() -> None:
-    """Forget all that is one's own."""
-    tra.runs.own_files._files.clear()
+    """Forget all imported files of users."""
+    tra.runs.extensions._files.clear()
     for registry in (MECHANISMS, TASKS):
         for name in [name for name in registry if ".py:" in name]:
             del registry[name]

@@ -134,7 +134,7 @@ def test_transformers_is_imported_in_the_hub_alone() -> None:
             assert not names & {"transformers", "accelerate", "lm_eval"}, path
 
 
-CORE = ("training.trainer", *slow("ops", "attention", "model", "tasks"))  # the first imports the others
+CORE = ("training.start", *slow("ops", "attention", "model", "tasks"))  # the first imports the others
 
 
 @pytest.mark.parametrize("part", CORE)

@@ -19,7 +19,7 @@ import torch
 from tra import unknown_name
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS, constructor_arguments
 from tra.model import Decoder, DecoderConfig, NumberOrInfinity
-from tra.runs.own_files import changes, check_sources, import_named, register, sources
+from tra.runs.extensions import changed_sources, check_sources, import_named, register, sources
 from tra.tasks import BUILT_IN_TASKS, TASKS, Task
 from tra.text.task import Text
 
@@ -107,8 +107,8 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16 is autocast with float32 weights; "auto" is bfloat16 on a GPU, else float32."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile and, on a GPU, the whole step as one CUDA graph; "auto" is "on" on a GPU, else "off". Several
-    processes compile each layer by itself, without a graph."""
+    """Use torch.compile and, on a GPU, one CUDA graph for the whole step; "auto" is "on" on a GPU, else "off". Several
+    processes compile each layer alone, without a graph."""
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     """How the processes that torchrun starts share a step: "ddp" keeps all weights in each, "fsdp" a part of them;
     "auto" is "ddp", and "none" refuses more than one. A single process is the same with any of them."""
@@ -116,7 +116,7 @@ class TrainConfig:
     """Processes that share each row, a part of its tokens in each: for rows too long for one. They are neighbours, and
     groups of them share the batch by `parallel`. For TRA. Where there are fewer processes, all of them share."""
     checkpoint_activations: bool = False
-    """Keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time."""
+    """Keep only the inputs of layers for the backward pass, and compute the rest again: less memory, more time."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     checkpoint_every: int = 1000
@@ -137,7 +137,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What `tra evaluate` measures by default."""
+    """Defaults of `tra evaluate`."""
 
     examples: int = 1000
     """Test sequences per split."""
@@ -162,7 +162,7 @@ class RunConfig:
     evaluate: EvalConfig = EvalConfig()
     version: int = VERSION
     imports: dict[str, str] = field(default_factory=dict)
-    """Where a mechanism and a task of one's own come from: SHA-256 digests of files, versions of packages."""
+    """Where the user's mechanism and task come from: SHA-256 digests of files, versions of packages."""
 
     def resolved(self) -> RunConfig:
         """Check task, splits and the mechanism's arguments; return the config with its vocabulary size and imports."""
@@ -181,12 +181,12 @@ class RunConfig:
         return dataclasses.replace(self, model=model, imports=imports)
 
     def with_current_imports(self) -> RunConfig:
-        """Return the config of a run that begins now, with files and packages as they are now."""
+        """Return the config with the current digests of files and versions of packages, for a run that begins now."""
         return dataclasses.replace(self, imports={}).resolved()
 
     def changed_imports(self) -> list[str]:
-        """Return a line for each file or package that is another now than this config says."""
-        return changes(self.imports)
+        """Return a line for each file or package that has changed since this config was made."""
+        return changed_sources(self.imports)
 
     def check_model(self) -> None:
         """Raise a ValueError if no model can be made of the config. Needs no memory for its weights."""
@@ -206,7 +206,7 @@ class RunConfig:
         if version > VERSION:
             raise ValueError(f"the config has version {version}, this tra reads up to {VERSION}: update tra to use it")
         imports = convert_json(values.get("imports", {}), dict[str, str], "imports")
-        check_sources(imports)  # before names are looked up, which without their files mean nothing
+        check_sources(imports)  # first, since names mean nothing without their files
         model = values.get("model")
         if isinstance(model, dict) and isinstance(model.get("mechanism"), str):
             register("mechanism", model["mechanism"])
@@ -242,20 +242,20 @@ class RunConfig:
             value = _parse_value(text)
             if key in ("model.mechanism", "task.name") and isinstance(value, str):
                 value = import_named(value)
-                values.get("imports", {}).pop(value.partition(":")[0], None)  # the file as it is now
+                values.get("imports", {}).pop(value.partition(":")[0], None)  # so that the current file is taken
             _assign(values, key, value)
         return RunConfig.from_dict(values)
 
 
 def check_arguments(model: DecoderConfig, prefix: str) -> None:
-    """Check the types of the mechanism's own arguments. Their names were checked when the config was made."""
+    """Check the types of the mechanism's own arguments. `DecoderConfig` has checked their names."""
     own = MECHANISMS[model.mechanism].own_arguments()
     for name, value in model.arguments.items():
         convert_json(value, own[name].annotation, f"{prefix}.{name}")
 
 
 def _check_size(model: DecoderConfig, tokens: int) -> None:
-    """Refuse sizes that no memory holds."""
+    """Raise a ValueError for sizes that no memory holds."""
     if model.n_layers > MAX_LAYERS:
         raise ValueError(f"model.n_layers must be at most {MAX_LAYERS:,}, got {model.n_layers:,}")
     parameters = 12 * model.n_layers * model.d_model**2 + 2 * model.vocab_size * model.d_model

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,37 +28,8 @@ from tra.attention.shared.positions import positions
 from tra.generation import Sampling, collect, continuation
 from tra.ops.context.parts import SequenceParts
 
-RENAMED_PARAMETERS = {
-    r"\bembedding\.weight": "embed_tokens.weight",
-    r"\bhead\.weight": "lm_head.weight",
-    r"\bblocks\.": "layers.",
-    r"\battention_norm\.": "input_layernorm.",
-    r"\bmlp_norm\.": "post_attention_layernorm.",
-    r"\bmlp\.up\.": "mlp.up_proj.",
-    r"\bmlp\.down\.": "mlp.down_proj.",
-    r"\battention\.query\.": "self_attn.q_proj.",
-    r"\battention\.key\.": "self_attn.k_proj.",
-    r"\battention\.value\.": "self_attn.v_proj.",
-    r"\battention\.out\.": "self_attn.o_proj.",
-    r"\battention\.gate\.": "self_attn.gate.linear.",
-    r"\battention\.": "self_attn.",
-}
-"""Former names of parameters, as patterns applied in this order, and their names now."""
-
 NumberOrInfinity = Annotated[float, "may be infinite"]
-"""The type of a setting that may be infinite, which JSON has as the string "inf"."""
-
-T = TypeVar("T")
-
-
-def rename_parameters(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return tensors with former names of parameters replaced, whatever prefix the names have."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        for former, now in RENAMED_PARAMETERS.items():
-            name = re.sub(former, now, name)
-        renamed[name] = tensor
-    return renamed
+"""Type of a setting that may be infinite. JSON files have the string "inf" for it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +45,7 @@ class DecoderConfig:
     n_heads: int = 4
     """Query heads per layer."""
     mechanism: str = "tra"
-    """A name from `tra.attention.MECHANISMS`, of an installed package, or FILE.py:NAME of an imported file."""
+    """A name from `tra.attention.MECHANISMS` or an installed package, or FILE.py:NAME of an imported file."""
     n_kv_heads: int | None = None
     """Key and value heads; as many as query heads by default."""
     block: Literal["pre", "authors"] = "pre"
@@ -93,7 +63,7 @@ class DecoderConfig:
     threshold: float = 0.0
     """TRA: a key counts as distance when its scaled score is above it."""
     margin: NumberOrInfinity = 0.0
-    """TRA: a key stays in the softmax when its score is above threshold - margin; 0 is the paper's TRA, and at infinity
+    """TRA: a key stays in the softmax when its score is above threshold - margin. 0 is the paper's TRA, and at infinity
     every key stays."""
     rope_theta: float = 500_000.0
     """Base of the rotation's wavelengths."""
@@ -102,7 +72,7 @@ class DecoderConfig:
     fuse_projections: bool = True
     """Multiply by the weights of projections in training where that is faster, see `Attention`. False for adapters."""
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Arguments of the mechanism's constructor that no field here has: settings of a mechanism of one's own."""
+    """Arguments of the mechanism's constructor that have no field here: settings of your own mechanism."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
@@ -312,16 +282,15 @@ class Decoder(nn.Module):
             generator: Source of randomness, on the device of the tokens.
             top_k: Draw from the k likeliest tokens.
             top_p: Draw from the smallest set of tokens whose mass reaches it; at least one.
-            stop_tokens: A row that generates one of them is finished, and repeats it to its end. Generation ends when
-                all rows are finished.
-            vocabulary: Only ids below it are generated; all by default. For a head that is wider than its vocabulary.
-            capacity: Size of a static cache, in tokens of the prompt (padding included) and new ones; "static" is as
-                many as needed. By default the cache grows.
+            stop_tokens: Tokens that finish a row, which then repeats its stop token. Generation ends when all rows are
+                finished.
+            vocabulary: Only ids below it are generated, for a head that is wider than the vocabulary; all by default.
+            capacity: Tokens that a static cache has room for: those of the prompt (padding included) and new ones.
+                "static" is as many as needed. By default the cache grows.
             cache: An empty cache to use instead: with a `BoundedCache`, memory doesn't grow with the text.
-            prefill_chunk: Number of tokens of the prompts that are read at a time, to save memory. All by default; with
-                a bounded cache, as many as its `chunk`.
-            graph: Decode with a CUDA graph, which needs a static or bounded cache; by default where possible and
-                faster.
+            prefill_chunk: Tokens of the prompts that are read at a time, to save memory. All by default; with a bounded
+                cache, as many as its `chunk`.
+            graph: Decode with a CUDA graph, which needs a static or bounded cache; by default if possible and faster.
             stream: Called with each new column `[B]`, on the device of the tokens.
         """
         check_tokens(tokens, self.config.vocab_size)
@@ -345,7 +314,7 @@ class Decoder(nn.Module):
     def statistics(self, tokens: Tensor) -> list[dict[str, Tensor]]:
         """Return `ThresholdRelativeAttention.statistics` of every layer, `[H]` each; nothing for other mechanisms.
 
-        They are computed while the layer runs, as FSDP gathers its weights for that time alone.
+        They are computed while the layer runs, because FSDP gathers a layer's weights only for that time.
         """
         found: list[dict[str, Tensor]] = []
         if issubclass(MECHANISMS[self.config.mechanism], ThresholdRelativeAttention):
@@ -416,7 +385,7 @@ def run_layers(
 def _call_with_parts(
     parts: SequenceParts, call_layer: Callable[..., Tensor] | None, layer: nn.Module, *inputs: Any
 ) -> Tensor:
-    """Call a layer on a process's part of a sequence."""
+    """Return a layer's output for a process's part of a sequence."""
     part_of_layer = functools.partial(layer, parts=parts)
     return part_of_layer(*inputs) if call_layer is None else call_layer(part_of_layer, *inputs)
 

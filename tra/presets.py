@@ -120,7 +120,7 @@ def mqar() -> RunConfig:
 
 
 def latest() -> RunConfig:
-    """Return the latest value of a key, through noise: mini, 16 stores, batch 128, 20,000 steps."""
+    """Return latest, with 16 stores: mini, batch 128, 20,000 steps."""
     config = _input_up_to_50("latest")
     evaluate = EvalConfig(examples=1000, examples_of={"256x": 100})
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=20_000), evaluate=evaluate)

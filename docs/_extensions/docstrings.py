@@ -1,4 +1,4 @@
-"""Make indented blocks of docstrings, which are examples and formulas, literal blocks."""
+"""Turn the indented blocks of docstrings, which are examples and formulas, into literal blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Show files from outside `docs/` as pages: a line `<!-- page: ../results/demo/README.md -->` becomes the file's text.
 
-Links in it keep their meaning: to another file that is a page, to that page; to any other file, to a copy that the site
-carries; to a folder, to the files of the folder that are read first. A link to nothing is an error. Under a page's own
-title the file's headings move down one level.
+Links in the text are adapted. A link to a file that is a page leads to that page, a link to any other file to a copy on
+the site, and a link to a folder to the first files of the folder. A link to nothing is an error. Under a page's own
+title, the file's headings move down one level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST_FILES = ("README.md", "eval.jsonl", "perplexity.jsonl", "config.json")
 
 
 def pages_of_files(docs: Path) -> dict[Path, Path]:
-    """Return which page shows which file: all files that pages name, and README.md as the opening page."""
+    """Return the page that shows each file. README.md is the opening page; pages name the other files."""
     found = {docs.parent / "README.md": docs / "index.md"}
     for page in docs.rglob("*.md"):
         for name in PAGE.findall(page.read_text()):
@@ -30,7 +30,7 @@ def pages_of_files(docs: Path) -> dict[Path, Path]:
 
 
 def move_links(text: str, source: Path, page: Path, pages: dict[Path, Path]) -> str:
-    """Return the text of file `source` with its links as they must read in `page`."""
+    """Return the text of the file `source` with its links adapted to `page`."""
 
     def moved(link: re.Match[str]) -> str:
         target = (source.parent / link[2]).resolve()
@@ -46,7 +46,7 @@ def move_links(text: str, source: Path, page: Path, pages: dict[Path, Path]) -> 
 
 
 def read(app: Sphinx, name: str, content: list[str]) -> None:
-    """Put files in place of the lines that name them, and mend the links of the page itself."""
+    """Replace the lines that name files by these files, and adapt the links of the page itself."""
     docs = Path(app.srcdir)
     page, pages = docs / f"{name}.md", pages_of_files(docs)
 

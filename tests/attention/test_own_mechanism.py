@@ -1,4 +1,4 @@
-"""A mechanism of one's own takes public names of `tra.attention` alone."""
+"""Your own mechanism needs only public names of `tra.attention`."""
 
 from __future__ import annotations
 

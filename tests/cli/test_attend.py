@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import pytest
 import torch
 
 import tra
+from tests.cli.conftest import CallTra, Command, output_or_error
 from tra.attention import MECHANISMS, WeightMap
 from tra.attention.shared.base import Attention
-from tra.cli.main import main
 from tra.evaluation import attention_maps as maps
 from tra.evaluation.attention_maps import InputSequence, attend, task_sequence
 from tra.presets import preset
@@ -24,8 +22,6 @@ from tra.tasks import Copy, FlipFlop
 from tra.text import load_tokenizer
 from tra.text.store import StoreWriter, TokenPart
 from tra.training import train
-
-Command = Callable[..., tuple[int, str]]
 
 
 def decoder(mechanism: str = "tra", vocabulary: int = 5, **changes: float) -> tra.Decoder:
@@ -42,19 +38,9 @@ def drawn(length: int) -> InputSequence:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """`tra …` in this process: its status, and what it said."""
+def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tra", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, said.err if stop.value.code else said.out
-
-    return call
+    return lambda *arguments, **options: output_or_error(*call_tra(*arguments, **options))
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tra.cli.main import main
+from tests.cli.conftest import CallTra, Command, output_or_error
 from tra.presets import preset
 from tra.runs import RunFolder, read_windows
 from tra.text import load_tokenizer
 from tra.text.prepare import prepare
 from tra.training import train
-
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +33,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runs: Path) -> Command:
-    """`tra calibrate …` in this process: its status, and what it said."""
+def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, runs: Path) -> Command:
     monkeypatch.chdir(runs)
-
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tra", "calibrate", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, said.err if stop.value.code else said.out
-
-    return call
+    return lambda *arguments, **options: output_or_error(*call_tra("calibrate", *arguments, **options))
 
 
 def test_a_language_model(command: Command, runs: Path) -> None:

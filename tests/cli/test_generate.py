@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cli.conftest import CallTra, Command, output_or_error
 from tra.cli.continuation import TextStream
-from tra.cli.main import main
 from tra.presets import preset
 from tra.runs import SHIPPED
 from tra.training import train
-
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +36,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runs: Path) -> Command:
-    """`tra generate …` in this process: its status, and what it said."""
+def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, runs: Path) -> Command:
     monkeypatch.chdir(runs)
-
-    def call(*arguments: object, stdin: bytes = b"") -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tra", "generate", *map(str, arguments), "--device", "cpu"])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, said.err if stop.value.code else said.out
-
-    return call
+    return lambda *arguments, **options: output_or_error(*call_tra("generate", *arguments, **options))
 
 
 def rows_of(said: tuple[int, str]) -> list[dict[str, object]]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import tra
-from tra.cli.main import main
+from tests.cli.conftest import CallTra
 from tra.cli.memory import GUARD_TOLERANCE, Memory, guard_line, is_guarded, new_cache
 from tra.evaluation import calibrate, text_sequences
 from tra.presets import preset
 from tra.runs import RunFolder, write_windows
 from tra.text.task import Text
 
-Command = Callable[..., tuple[int, str, str]]
+Command = CallTra
 PROMPT = "Alice was beginning to get very tired of sitting by her sister on the bank"
 
 
@@ -47,18 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runs: Path) -> Command:
-    """`tra generate …` in this process: its status, its output, and what it said besides."""
+def command(call_tra: CallTra, monkeypatch: pytest.MonkeyPatch, runs: Path) -> Command:
     monkeypatch.chdir(runs)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tra", "generate", *map(str, arguments), "--device", "cpu"])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, *capsys.readouterr()
-
-    return call
+    return partial(call_tra, "generate")
 
 
 def test_a_window_in_tokens(command: Command, runs: Path) -> None:

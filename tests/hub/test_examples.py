@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.hub.test_export import make_run
-from tra.hub.export import export_run
+from tests.hub.test_export import make_text_export
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {
@@ -24,10 +23,7 @@ NEEDS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("examples")
-    run = make_run(made / "run", "text-demo", "task.arguments.tokenizer=bytes", "model.d_model=16")
-    export_run(run, made / "model")
-    return made / "model"
+    return make_text_export(tmp_path_factory.mktemp("examples"))
 
 
 @pytest.mark.parametrize("name", list(NEEDS))

@@ -43,6 +43,13 @@ def make_run(folder: Path, name: str, *changes: str) -> RunFolder:
     return run
 
 
+def make_text_export(folder: Path) -> Path:
+    """Export a run of a language model of bytes that learnt nothing; return the folder of the export."""
+    run = make_run(folder / "run", "text-demo", "task.arguments.tokenizer=bytes", "model.d_model=16")
+    export_run(run, folder / "model")
+    return folder / "model"
+
+
 def export(*arguments: str | Path) -> int:
     return parse(["export", *map(str, arguments)])()
 

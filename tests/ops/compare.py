@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import tra
@@ -147,3 +148,19 @@ def contents(kind: str, seed: int, length: int, heads: int = 2, kept: float = 0.
         query, key = torch.full_like(query, 2.0), torch.full_like(key, 0.25)
         key[:, :, : length // 2] = 2.0
     return query, key
+
+
+def check_checkpointing_repeats_dropout(inputs: Inputs, impl: str) -> None:
+    """Check that gradients with activation checkpointing, which draws dropout again, are those without."""
+
+    def attend(*args: Tensor) -> Tensor:
+        return tra.threshold_relative_attention(*args, dropout=0.3, impl=impl)
+
+    grads = []
+    for checkpointed in (False, True):
+        torch.manual_seed(5)
+        out = (
+            torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False) if checkpointed else attend(*inputs)
+        )
+        grads.append(torch.autograd.grad(out.square().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tra
 from tests.ops import compare
-from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
+from tests.ops.compare import Inputs, causal, check_checkpointing_repeats_dropout, exact_inputs, padding, run
 from tra.ops import block_layout
 
 LENGTHS = (1, 63, 111, 257)
@@ -185,19 +185,7 @@ def test_compiles_as_one_graph(impl: str) -> None:
 
 
 def test_activation_checkpointing_repeats_the_dropout() -> None:
-    inputs = exact_inputs(11, n_queries=50)
-
-    def attend(*args: Tensor) -> Tensor:
-        return tra.threshold_relative_attention(*args, dropout=0.3, impl="blockwise")
-
-    grads = []
-    for checkpointed in (False, True):
-        torch.manual_seed(5)
-        out = (
-            torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False) if checkpointed else attend(*inputs)
-        )
-        grads.append(torch.autograd.grad(out.square().sum(), inputs))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    check_checkpointing_repeats_dropout(exact_inputs(11, n_queries=50), "blockwise")
 
 
 def test_blocks_cover_more_than_one_block() -> None:

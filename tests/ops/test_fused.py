@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tra
 from tests.ops import compare
-from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
+from tests.ops.compare import Inputs, causal, check_checkpointing_repeats_dropout, exact_inputs, padding, run
 from tests.slow import slow
 from tra.ops import attention_map
 from tra.ops.raw_threshold import raw_threshold
@@ -527,19 +527,7 @@ def test_compiles_as_one_graph() -> None:
 
 
 def test_activation_checkpointing_repeats_the_dropout() -> None:
-    inputs = inputs_here(11, n_queries=50)
-
-    def attend(*args: Tensor) -> Tensor:
-        return tra.threshold_relative_attention(*args, dropout=0.3, impl="triton")
-
-    grads = []
-    for checkpointed in (False, True):
-        torch.manual_seed(5)
-        out = (
-            torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False) if checkpointed else attend(*inputs)
-        )
-        grads.append(torch.autograd.grad(out.square().sum(), inputs))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    check_checkpointing_repeats_dropout(inputs_here(11, n_queries=50), "triton")
 
 
 def test_backward_under_autocast_computes_the_same() -> None:

@@ -13,11 +13,11 @@ from tests.report.test_figures import run
 from tra.report import style
 from tra.report.breakdowns import breakdown, footnotes, marks
 from tra.report.figures import write_figures
+from tra.report.head_ranking import head_scores, top_heads
 from tra.report.heatmaps import panels
 from tra.report.page.data import page_data
 from tra.report.runs import EvaluatedRun, read_run
 from tra.report.summary import write_summary
-from tra.report.telling import most_telling, telling
 from tra.runs import read_attention
 
 
@@ -104,10 +104,10 @@ def test_telling_heads_look_at_single_keys_further_back(tmp_path: Path) -> None:
     weights[1, 2, 4, 2] = 40  # where an answer is due
     weights[0, 1, 9, 3] = 64  # where none is
     maps = maps._replace(weights=weights)
-    assert most_telling(maps, 1) == [(1, 2)]
-    assert np.count_nonzero(telling(maps)) == 1
-    assert most_telling(maps._replace(marked=np.array([], int)), 1) == [(0, 1)]
-    assert most_telling(maps, 2) == [(0, 0), (1, 2)]
+    assert top_heads(maps, 1) == [(1, 2)]
+    assert np.count_nonzero(head_scores(maps)) == 1
+    assert top_heads(maps._replace(marked=np.array([], int)), 1) == [(0, 1)]
+    assert top_heads(maps, 2) == [(0, 0), (1, 2)]
 
 
 def test_few_heads_stand_in_a_row_beside_those_of_the_next_run(tmp_path: Path) -> None:

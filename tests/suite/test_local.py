@@ -23,7 +23,7 @@ from tra.presets import preset
 from tra.runs import RunFolder, read_rows, write_rows
 from tra.suite import SUITES, Cell, Part, cells, suite
 from tra.suite.cell import run_cell
-from tra.suite.cell_process import CUT_OFF
+from tra.suite.cell_process import CUT_OFF, Reports, prepare_cells
 from tra.suite.grid import cells_of
 from tra.suite.local import run_suite
 from tra.suite.state import is_done, state
@@ -40,6 +40,16 @@ def cell(mechanism: str, steps: int = 4, seed: int = 0) -> Cell:
         "train.log_every=2",
     ]
     return Cell(f"{mechanism}-{seed}", preset("demo").override(changes))
+
+
+def processes_of(folder: str) -> list[int]:
+    """Return the processes that work on a cell."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and folder.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -217,6 +227,27 @@ def test_told_to_stop_it_stops_its_cells_which_save(
         assert list((tmp_path / folder / "checkpoints").iterdir())  # told to stop, the cell had time to save
         monkeypatch.setattr("tra.suite.cell.LOCK_SECONDS", 0.2)
         assert run_cell(tmp_path / folder, "cpu") == CUT_OFF  # and who comes while another does, leaves
+
+
+@pytest.mark.slow
+def test_a_cell_ends_though_its_suite_ended_before_it_could_look(tmp_path: Path) -> None:
+    """Where starting takes long, the suite may be gone before the cell has imported PyTorch."""
+    long = cell("rope", steps=100_000)
+    prepare_cells([long], tmp_path, False, Reports(lambda _: None))
+    code = (
+        "import os; from pathlib import Path; from tra.suite.cell_process import start_cell; "
+        f"start_cell(Path({str(tmp_path / long.folder)!r}), 'cpu', dict(os.environ)); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 120
+    try:
+        while processes_of(long.folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for process in processes_of(long.folder):
+            os.kill(process, signal.SIGKILL)
+    assert not is_done(tmp_path / long.folder)
 
 
 def test_a_cell_of_text_ends_with_its_perplexities(tmp_path: Path) -> None:

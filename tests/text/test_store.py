@@ -60,16 +60,6 @@ def test_unknown_words_stay_unknown(tmp_path: Path, plain_bytes: Tokenizer) -> N
     assert store.manifest["words"] is None
 
 
-def test_another_tokenizer_is_refused(folder: Path, gpt2: Tokenizer, plain_bytes: Tokenizer) -> None:
-    store = TokenStore.open(folder)
-    store.check_tokenizer("bytes")
-    store.check_tokenizer("bytes", plain_bytes.fingerprint)
-    with pytest.raises(ValueError, match="was made with the tokenizer 'bytes', not 'gpt2'"):
-        store.check_tokenizer("gpt2", gpt2.fingerprint)
-    with pytest.raises(ValueError, match="was made with another 'bytes' tokenizer: fingerprint"):
-        store.check_tokenizer("bytes", "0" * 64)
-
-
 def flip_last_bit(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1

@@ -21,8 +21,8 @@ from tra.presets import preset
 from tra.runs import RunFolder
 from tra.training import Trainer
 from tra.training import loss as loss_module
+from tra.training.ddp_and_fsdp import release, whole_tensors
 from tra.training.distributed import Ranks, join_processes
-from tra.training.parallel import release, whole_tensors
 
 CPU = torch.device("cpu")
 COMMON = (

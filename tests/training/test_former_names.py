@@ -10,10 +10,9 @@ import torch
 
 from tests.training.test_trainer import assert_same_run, small
 from tra.evaluation.exact_match import evaluate_task
-from tra.model import rename_parameters
-from tra.runs import RunFolder
+from tra.runs import RunFolder, rename_parameters
 from tra.training.checkpoint import checkpoints, load_checkpoint, load_tensors, save_checkpoint, save_tensors
-from tra.training.trainer import train
+from tra.training.start import train
 
 FORMER = {
     "tra": {

@@ -14,9 +14,9 @@ from tra.attention import MECHANISMS
 from tra.model import Decoder, DecoderConfig
 from tra.tasks import Batch
 from tra.training import loss as loss_module
+from tra.training.ddp_and_fsdp import local_part, shard, training_statistics
 from tra.training.device import autocast
 from tra.training.loss import TrainingLoss
-from tra.training.parallel import local_part, shard, training_statistics
 
 CPU = torch.device("cpu")
 

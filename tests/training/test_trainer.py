@@ -23,8 +23,9 @@ from tra.runs import RunFolder, read_rows
 from tra.tasks import generator
 from tra.training.checkpoint import checkpoints, load_checkpoint, load_tensors, save_checkpoint
 from tra.training.optimizer import adamw
+from tra.training.start import train
 from tra.training.step import make_step
-from tra.training.trainer import STEPS_PER_DRAW, Progress, train
+from tra.training.trainer import STEPS_PER_DRAW, Progress
 
 SMALL = (
     "model.d_model=32",

@@ -1,9 +1,10 @@
 """Mechanisms: TRA and its rivals, one file each, all with the same projections, cache and signature.
 
 A mechanism of your own is a subclass of `Attention` with `attend`, `logits` and `weigh`, or of `DenseAttention` with
-`logits` and `weigh`. They compute from `AttentionInputs`, as `scores`, `visible_keys`, `key_positions` and
-`softmax_attention` do. Arguments of its constructor that other mechanisms don't have are `model.arguments` of a run.
-`examples/own_mechanism.py` is one, and `tra.import_file` makes those of a file known.
+`logits` and `weigh`. These methods take `AttentionInputs`; `scores`, `visible_keys`, `key_positions` and
+`softmax_attention` help to write them. Constructor arguments that other mechanisms don't have are set by
+`model.arguments` of a run. `examples/own_mechanism.py` is an example. `tra.import_file` registers the mechanisms of a
+file.
 """
 
 from tra.attention.alibi import LinearBiasAttention
@@ -17,9 +18,9 @@ from tra.attention.rope import RotaryAttention
 from tra.attention.selective import SelectiveAttention
 from tra.attention.shared.arguments import constructor_arguments
 from tra.attention.shared.base import Attention, Mechanism, WeightMap
+from tra.attention.shared.bounded_cache import BoundedCache
 from tra.attention.shared.cache import Cache, LayerCache, StaticCache
 from tra.attention.shared.inputs import AttentionInputs, key_positions, scores, softmax_attention, visible_keys
-from tra.attention.shared.paged_cache import BoundedCache
 from tra.attention.shared.row_blocks import DenseAttention
 from tra.attention.sinusoidal import SinusoidalAttention
 from tra.attention.ssmax import ScalableSoftmaxAttention
@@ -47,10 +48,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "tra-plain-distance": PlainDistanceAttention,
     "lstm": LongShortTermMemory,
 }
-"""Mechanisms by name. Those of one's own are added by `tra.import_file`, or when a config first names them."""
+"""Mechanisms by name. Your own are added by `tra.import_file`, or when a config first names them."""
 
 BUILT_IN_MECHANISMS = tuple(MECHANISMS)
-"""The names of this package's own."""
+"""Names of the mechanisms that come with this package."""
 
 __all__ = [
     "BUILT_IN_MECHANISMS",

@@ -12,7 +12,7 @@ from tra.ops.compiler_workarounds import entmax_weights, halved_below_zero, is_e
 from tra.ops.forward_mode import refuse_forward_mode
 
 MAX_LENGTH_BITS = 24
-"""Bits of the largest number of keys in an exported graph."""
+"""Bits of the largest number of keys that an exported graph takes."""
 
 
 class EntmaxAttention(DenseAttention):
@@ -35,7 +35,7 @@ def entmax15(logits: Tensor) -> Tensor:
     """
     refuse_forward_mode("1.5-entmax")
     x = halved_below_zero(logits)
-    # At the start the root is within √n. An exported graph is for any n, so it takes the steps of the largest.
+    # At the start the root is within √n. An exported graph takes any n, so it has the steps of the largest n.
     steps = 8 + (MAX_LENGTH_BITS if is_exporting() else max(1, logits.shape[-1]).bit_length()) // 2
     with torch.no_grad():
         threshold = torch.full_like(x[..., :1], -1.0)

@@ -55,7 +55,7 @@ class LongShortTermMemory(Mechanism):
         document_ids: Tensor | None = None,
         with_map: bool = False,
     ) -> Tensor:
-        """`[B, T, d_model]` -> the same. The cache holds the state; padding doesn't change it."""
+        """Return the output, `[B, T, d_model]` -> the same. The cache has the state, which padding doesn't change."""
         if with_map:
             raise ValueError("LongShortTermMemory has no attention map")
         if document_ids is not None:

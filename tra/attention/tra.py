@@ -39,7 +39,8 @@ from tra.ops.visible import Visible
 class ThresholdRelativeAttention(Attention):
     """Keys below a threshold leave the softmax, and distance counts only the keys that remain.
 
-    With a margin, keys less than it below the threshold stay in the softmax without counting as distance.
+    With a margin, keys that are below the threshold by less than the margin stay in the softmax without counting as
+    distance.
 
     Args:
         gate_bias: Initial bias of the forget gate. At 0 a head of width 64 forgets after some 37 kept keys.
@@ -168,7 +169,7 @@ class ThresholdRelativeAttention(Attention):
         return self._full_map(inputs, rows, log_forget).logits(log_forget)
 
     def _full_map(self, inputs: AttentionInputs, rows: Tensor, log_forget: Tensor) -> AttentionMap:
-        """Return the operator's map of queries `rows` `[R]`, whose δ is `[B, H, R]`."""
+        """Return the operator's map of the queries `rows` `[R]`, which have `log_forget` `[B, H, R]`."""
         last = (inputs.past + rows)[None].expand(inputs.query.shape[0], -1)
         first = torch.zeros_like(last) if inputs.document_ids is None else last - key_positions(inputs)[:, rows]
         return full_attention_map(
@@ -186,7 +187,7 @@ class ThresholdRelativeAttention(Attention):
     def counted_keys(self, x: Tensor, logits: Tensor, rows: Tensor) -> Tensor:
         """Return which keys count as distance for queries `rows` `[R]`, `[B, H, R, T]` bool.
 
-        Without a margin all kept keys do.
+        Without a margin, all kept keys count.
 
         Args:
             x: The layer's input, `[B, T, d_model]`, without padding.
@@ -228,9 +229,9 @@ class ThresholdRelativeAttention(Attention):
         """Return statistics of each head on input `[B, T, d_model]`, over real queries: tensors `[H]`.
 
         Returns:
-            `kept`: the fraction of visible keys that stay in the softmax; `counted`: the fraction that counts as
-            distance, equal to it without a margin; `null`: the fraction of rows that keep no key; `log_forget`: the
-            mean of δ.
+            `kept`: the fraction of visible keys that stay in the softmax; `counted`: the fraction of visible keys that
+            count as distance, equal to `kept` without a margin; `null`: the fraction of rows that keep no key;
+            `log_forget`: its mean.
         """
         inputs, log_forget = self.prepare_inputs(x, key_mask), self.log_forget(x)
         found = attention_map(

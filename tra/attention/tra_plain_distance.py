@@ -19,7 +19,7 @@ class PlainDistanceAttention(GatedAttention):
 
     Args:
         gate_bias: Initial bias of the forget gate.
-        threshold: See `margin`. All keys count as distance, so only the difference of the two has an effect.
+        threshold: See `margin`. All keys count as distance, so only `threshold - margin` has an effect.
         margin: A key stays when its scaled score is above `threshold - margin`. At infinity every key stays.
         options: See `GatedAttention`; queries and keys are normalised by default, as in TRA.
     """

@@ -27,9 +27,9 @@ from tra.ops.triton import decode_plan
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
 GATES = ("init", "-0.05", "-0.001")
 LAYOUTS = ("tokens first", "heads first")
-"""Of a cache in memory: all heads of a token side by side, as our static cache has it, or a head's tokens."""
+"""Layouts of a cache: all heads of a token side by side, as in our static cache, or all tokens of a head."""
 MIN_CALLS = 20
-"""Of a graph."""
+"""Fewest calls in a CUDA graph."""
 MAX_STEP = 16_384
 """Keys between the windows of two calls."""
 SDPA = {"SDPA": None, "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -48,9 +48,9 @@ class Shape(NamedTuple):
         """Return the layer's promise."""
         return math.sqrt(self.width) * (1 + 2**-7)
 
-    def bytes_of(self, keys: int, itemsize: int = 2) -> int:
-        """Return the bytes of keys and values."""
-        return 2 * self.batch * self.kv_heads * self.width * keys * itemsize
+    def bytes_of(self, keys: int) -> int:
+        """Return the bytes of keys and values in half precision."""
+        return 2 * self.batch * self.kv_heads * self.width * keys * 2
 
 
 SHAPES = (Shape(1, 8, 8, 64), Shape(32, 8, 8, 64), Shape(1, 32, 8, 128))

@@ -22,7 +22,7 @@ from tra.runs import environment
 
 
 class Plan(NamedTuple):
-    """What is measured."""
+    """The model, prompts and repetitions that are measured."""
 
     size: str
     vocabulary: int
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     prompts: tuple[int, ...]
     """Tokens of a prompt."""
     new: int
-    """Tokens that follow."""
+    """New tokens."""
     dtype: torch.dtype
     graphs: tuple[bool, ...]
     rounds: int
@@ -44,7 +44,7 @@ ON_CPU = Plan("tiny", 256, (1, 2), (16, 64), 8, torch.float32, (False,), 1)
 def measure_generation(
     model: Decoder, batch: int, prompt: int, new: int, graph: bool, device: torch.device, rounds: int
 ) -> dict[str, float]:
-    """Medians over rounds, after one that warms up.
+    """Return medians over rounds, after a first round that warms up.
 
     Returns:
         `prefill_ms`: until the first token is there; `step_ms`: of a later token, over the second half, when a graph
@@ -80,7 +80,7 @@ def bench_generate(
     plan: Plan | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The medium decoder on a GPU; on a CPU a tiny one, so that there is something to see.
+    """Measure the medium decoder on a GPU; on a CPU a tiny one, so that there is something to see.
 
     A row per mechanism, batch, prompt, and with or without a graph; where one fails, its error in place of numbers.
     """

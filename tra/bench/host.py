@@ -1,8 +1,8 @@
-"""What a call costs the host: wall time of the operator, a layer and a small decoder, against PyTorch and RoPE.
+"""Measure what a call costs the host: wall time of the operator, a layer and a small decoder, with PyTorch and RoPE.
 
-On a GPU nothing waits for it: a call ends when its kernels are in the queue, and shapes are small, so that the queue
-never is full. Small models and single tokens can't be faster than that without a CUDA graph. A CPU has no queue: there
-the time is that of the whole call.
+On a GPU, nothing waits for results: a call ends when its kernels are in the queue. Shapes are small, so the queue is
+never full. Without a CUDA graph, small models and single tokens can't be faster than this. A CPU has no queue, so the
+time there is that of the whole call.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Plan(NamedTuple):
 
     length: int = 128
     calls: int = 5
-    """In a round. A GPU's queue holds about a thousand kernels."""
+    """Calls in a round. A GPU's queue holds about a thousand kernels."""
     rounds: int = 61
     warm_up: int = 20
 
 
 class Measured(NamedTuple):
-    """A thing to measure."""
+    """A call to measure."""
 
     what: str
     contender: str
@@ -48,9 +48,9 @@ class Measured(NamedTuple):
 def bench_host(
     device: torch.device, progress: Callable[[str], None] = lambda _: None, plan: Plan | None = None
 ) -> dict[str, Any]:
-    """Return a row per thing and contender: the median of rounds in µs, and its ratio to PyTorch's or RoPE's.
+    """Return a row for each case and contender: the median of rounds in µs, and its ratio to PyTorch's or RoPE's.
 
-    Rounds of all contenders alternate, so that whatever else the machine does meets all of them.
+    Rounds of the contenders alternate, so that other load on the machine affects all of them alike.
     """
     plan = plan or Plan()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -95,7 +95,7 @@ def measure(things: list[Measured], device: torch.device, plan: Plan) -> list[di
 def both_ways(
     what: str, contender: str, call: Callable[[], Tensor], leaves: Sequence[Tensor], grad_out: Tensor
 ) -> list[Measured]:
-    """Return what measures a call without gradients, and with a backward pass."""
+    """Return the measurements of a call without gradients and with a backward pass."""
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -146,7 +146,7 @@ def decoder_of(name: str, device: torch.device, dtype: torch.dtype) -> Decoder:
 
 
 def decoder_cases(device: torch.device, dtype: torch.dtype, length: int) -> list[Measured]:
-    """Return steps without an optimizer: what `backward` leaves is dropped."""
+    """Return steps without an optimizer, which drop their gradients."""
     things = []
     for name in ("rope", "tra"):
         model = decoder_of(name, device, dtype)
@@ -158,19 +158,19 @@ def decoder_cases(device: torch.device, dtype: torch.dtype, length: int) -> list
 
 
 def token_cases(device: torch.device, dtype: torch.dtype, length: int) -> list[Measured]:
-    """Return one decoding step each, without a CUDA graph, after a context of so many tokens or more."""
+    """Return decoding steps without a CUDA graph, after a context of at least `length` tokens."""
     things = []
     for name, kind in (("rope", "growing"), ("tra", "growing"), ("tra", "static")):
         model = decoder_of(name, device, dtype).eval()
         what = "one token" if kind == "growing" else "one token, static cache"
         things.append(Measured(what, name, token_step(model, device, length, kind == "static")))
-    # RoPE's layer takes no static cache: its growing one is what both are compared with
+    # RoPE's layer takes no static cache, so both are compared with its growing cache
     things.append(things[0]._replace(what="one token, static cache", contender="rope, growing cache"))
     return things
 
 
 def token_step(model: Decoder, device: torch.device, length: int, static: bool) -> Callable[[], object]:
-    """Return a function that decodes the next token; after as many again as the context, it begins anew."""
+    """Return a function that decodes the next token; after `length` more tokens it starts again from the context."""
     prompt = torch.randint(VOCABULARY, (1, length), device=device)
     cache: Any = None
 

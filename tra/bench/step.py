@@ -22,7 +22,7 @@ from tra.bench.timing import wait_for
 from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConfig
 from tra.model import DecoderConfig
 from tra.runs import RunFolder, environment, import_file
-from tra.runs.own_files import paths
+from tra.runs.extensions import imported_paths
 from tra.training import Trainer
 
 VOCABULARY = 256
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     paper: bool = False
     """The authors' block and dropout, as in the paper's cost table; otherwise pre-norm without dropout."""
     margin: float = 0.0
-    """Of a mechanism that takes one."""
+    """Margin, for a mechanism that has one."""
 
 
 GPT2_VOCABULARY = 50_304
@@ -132,8 +132,16 @@ class MeasuringProcess:
         self.mechanism = mechanism
         self.result: dict[str, Any] = {"mechanism": mechanism, **shape._asdict()}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 read after the process has ended
-        file = mechanism.rpartition(":")[0]  # of one's own, if any
-        command = [sys.executable, "-m", "tra.bench.step", mechanism, json.dumps(shape), device, *paths([file])]
+        file = mechanism.rpartition(":")[0]  # the user's file, if any
+        command = [
+            sys.executable,
+            "-m",
+            "tra.bench.step",
+            mechanism,
+            json.dumps(shape),
+            device,
+            *imported_paths([file]),
+        ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )

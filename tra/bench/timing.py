@@ -44,13 +44,13 @@ def measure_graph(call: Callable[[], object], rounds: int = 7) -> Measured:
     return Measured(median, fastest, slowest, round(peak / 2**20))
 
 
-def measure_eager(call: Callable[[], object], calls: int = 10, rounds: int = 5) -> float:
-    """Return the median milliseconds of a call among others, without a CUDA graph: the host's time or the GPU's.
+def measure_eager(call: Callable[[], object]) -> float:
+    """Return the median milliseconds of one of several calls in a row, without a CUDA graph.
 
-    Whichever is longer: kernels that wait for the host, or a host whose kernels are in a queue.
+    This is the host's time or the GPU's, whichever is longer.
     """
-    times = []
-    for _ in range(rounds):
+    calls, times = 10, []
+    for _ in range(5):
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(calls):

@@ -22,8 +22,8 @@ DESCRIPTION = """Measure how many of the newest keys each head of a TRA run need
 tra generate --memory calibrated runs in bounded memory at a known error.
 
 For every layer and head, the smallest windows that leave out less attention
-weight than the tolerance go to windows.json in the run's folder. They hold for
-text like the one that they were measured on.
+weight than the tolerance are written to windows.json in the run's folder. They
+hold for text like the text that they were measured on.
 
   tra calibrate runs/wikitext-tra data/wikitext-103/valid
   tra calibrate runs/text-demo-tra --tolerance 0.01 --length 1024"""
@@ -50,23 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--statistic",
         choices=STATISTICS,
         default=STATISTICS[0],
-        help="what has to keep to the tolerance: tail, the weight left out at all but one query in a thousand, or "
-        "mean, its mean over queries; both are written, this one is used (default: tail)",
+        help="what must not exceed the tolerance: tail, the weight left out at all but one query in a thousand, or "
+        "mean, its mean over queries; windows.json has both and uses this one (default: tail)",
     )
     parser.add_argument(
         "--length",
         type=int,
         metavar="N",
-        help="tokens of a sequence of text, which has windows up to half of it (default: 4096, or what the text has)",
+        help="tokens of a sequence of text; windows go up to half of it (default: 4096, or less for a short text)",
     )
     parser.add_argument("--sequences", type=int, default=16, metavar="N", help="sequences to read (default: 16)")
-    parser.add_argument("--split", metavar="SPLIT", help="of a task, the split (default: the first to be evaluated)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choice of sequences (default: 0)")
+    parser.add_argument("--split", metavar="SPLIT", help="split of a task (default: the first that is evaluated)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed that chooses the sequences (default: 0)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to write (default: windows.json in the run's folder; here, for a run that comes with tra)",
+        help="file to write (default: windows.json in the run's folder; for a run that comes with tra, in this folder)",
     )
     add_device(parser)
     add_json(parser, "print what is written, as JSON")
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sequences(options: argparse.Namespace, folder: RunFolder) -> Sequences:
-    """Return what to read: pieces of a text, or test sequences of a task."""
+    """Return the sequences to read: pieces of a text, or test sequences of a task."""
     from tra.evaluation.calibration import task_sequences, text_sequences
     from tra.text import VOCABULARIES, TokenStore
     from tra.text.task import Stream, Text
@@ -133,7 +133,7 @@ def _sequences(options: argparse.Namespace, folder: RunFolder) -> Sequences:
 
 
 def _table(found: Calibration) -> Table:
-    """Return the windows: a row for every layer."""
+    """Return a table of the windows, with a row for each layer."""
     from rich.table import Table
 
     table = Table("layer", "tail, by head", "mean, by head", title=f"smallest windows, tolerance {found.tolerance:g}")
@@ -143,7 +143,7 @@ def _table(found: Calibration) -> Table:
 
 
 def _summary(found: Calibration) -> list[str]:
-    """Return what the windows mean, and what they don't."""
+    """Return lines that say what was measured, what the windows cost, and which heads have none."""
     largest = max(window for heads in found.windows for window in heads)
     kept = sum(max(heads) for heads in found.windows)
     lines = [

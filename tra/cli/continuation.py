@@ -91,7 +91,7 @@ def continue_prompt(
     """Continue one prompt, and call `show` with its text and every new piece of text; return the row for --json.
 
     Args:
-        cache: An empty cache of bounded size to use; by default one that holds all.
+        cache: An empty bounded cache to use; by default a cache that holds all tokens.
     """
     stream, tokens = TextStream(output.stop_texts), []
     is_static = generator.device.type == "cuda" and MECHANISMS[model.config.mechanism].takes_key_lengths

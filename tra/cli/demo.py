@@ -1,4 +1,4 @@
-"""`tra demo`: train TRA, with and without a margin, and two rivals on a small task; judge them on longer sequences."""
+"""`tra demo`: train TRA, with and without a margin, and two rivals on a small task; test them on longer sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = {
     "rope": ["model.mechanism=rope"],
     "forgetting": ["model.mechanism=forgetting"],
 }
-"""What each run changes of the preset, by its folder."""
+"""Changes of each run to the preset, by the run's folder."""
 
 INTRODUCTION = """\
 Flip-flop: remember the last written bit through noise. Trained on {length} symbols, tested on up to {longest:,}.

@@ -1,4 +1,4 @@
-"""What the command shows: progress bars on a terminal, lines elsewhere, and tables."""
+"""Show progress bars on a terminal, lines elsewhere, and tables."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:  # these import torch, which `tra prepare` doesn't need
     from tra.training import Progress as TrainingProgress
 
 MIN_MEASURED_SECONDS, MIN_MEASURED_STEPS = 5.0, 10
-"""Time or steps after the first step from which on the duration of the run is estimated."""
+"""Seconds, or steps, after the first step at which the run's duration is estimated."""
 
 MAX_QUIET_HOURS = 1.0
-"""Training that takes longer on a CPU is announced."""
+"""Hours of training on a CPU above which a line says how long it will take."""
 
 MAX_SHOWN_LOSS = 100.0
 """From here on the perplexity is shown as infinite; `math.exp` overflows at 710."""
@@ -84,8 +84,8 @@ class TrainingDisplay(_Display):
     """Show step, metrics and time left; print a line for every log entry when not on a terminal.
 
     Args:
-        is_text: The run learns text: its perplexity is shown, not exact match, which is 0 for whole windows.
-        on_cpu: Say once, after the first steps, if training would take hours.
+        is_text: The run learns text, so perplexity is shown. Exact match would be 0 for whole windows.
+        on_cpu: After the first steps, say once if training will take hours.
     """
 
     def __init__(self, title: str, is_text: bool = False, on_cpu: bool = False) -> None:
@@ -133,7 +133,7 @@ class TrainingDisplay(_Display):
             self._print(f"heads (layer.head) that keep no key at all: {heads}")
 
     def _measured_too_short(self, progress: TrainingProgress) -> bool:
-        """Say how long training takes if it is hours, and return whether it is too early to tell."""
+        """Print how long training takes if that is hours; return True while it is too early to tell."""
         assert self.first_step is not None
         steps, seconds = progress.step - self.first_step - 1, time.monotonic() - self.first_done
         if seconds < MIN_MEASURED_SECONDS and steps < MIN_MEASURED_STEPS:
@@ -203,7 +203,7 @@ def metric_parts(metrics: dict[str, Any], is_text: bool = False) -> list[str]:
 
 
 def _means(by_layer: list[list[float]]) -> str:
-    """Return means over heads, of each layer."""
+    """Return each layer's mean over heads, as text."""
     return " ".join(f"{sum(heads) / len(heads):.2f}" for heads in by_layer)
 
 

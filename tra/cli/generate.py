@@ -17,7 +17,7 @@ A language model continues a text, a run of a task a sequence of its symbols:
 
 Symbols of a task have spaces between them; only those of flip-flop need none.
 
-In bounded memory, however long the text, with windows by tra calibrate:
+In bounded memory at any length, with the windows of tra calibrate:
   tra generate runs/text-demo-tra --memory calibrated --max-new-tokens 9999
 
 The most probable token is taken, so the result is always the same, unless
@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=str,
         metavar="WINDOW",
-        help="TRA and rope: keep this many of the newest tokens in each layer's cache, not all; calibrated takes the "
-        "windows that tra calibrate wrote to the run's folder, FILE.json those that it wrote elsewhere. At the end a "
-        "line says for how many queries older keys may have mattered",
+        help="TRA and rope: each layer's cache keeps only this many of the newest tokens; calibrated takes the windows "
+        "that tra calibrate wrote to the run's folder, FILE.json windows that it wrote elsewhere. At the end a line "
+        "says for how many queries older keys may have mattered",
     )
     add_device(parser)
     add_json(

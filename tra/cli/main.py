@@ -73,13 +73,13 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     verb = importlib.import_module(VERBS[name][0])
     parser = Parser(f"tra {name}", verb.DESCRIPTION)
     verb.add_arguments(parser)
-    if name not in ("demo", "prepare"):  # which know no runs of one's own
+    if name not in ("demo", "prepare"):  # these two use no files of the user
         add_imports(parser)
     return functools.partial(_run, parser.parse(rest), verb)
 
 
 def _run(options: argparse.Namespace, verb: ModuleType) -> int:
-    """Import the files of one's own that the command line names, and run the verb."""
+    """Import the user's files that the command line names, and run the verb."""
     for path in getattr(options, "imports", ()):
         import_file(path)
     return verb.run(options)
@@ -137,7 +137,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Print warnings that are for users as one line, without the place in the code."""
+    """Print warnings for users as one line, without the place in the code."""
     if issubclass(category, ChangedFileWarning):
         print(f"tra: warning: {one_line(str(message))}", file=sys.stderr)
     else:

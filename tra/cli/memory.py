@@ -1,4 +1,4 @@
-"""The option --memory: generation with a cache of bounded size, and what its guard says at the end."""
+"""The option --memory: generate with a bounded cache, and report at the end what its guard counted."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from tra.runs import RunFolder
 
 GUARD_TOLERANCE = 1e-3
-"""The weight beyond a window from which its guard counts a query, where no calibration says another."""
+"""Weight of keys beyond the window from which the guard counts a query, if no calibration gives another."""
 
 
 class Memory(NamedTuple):
-    """Windows of a bounded cache."""
+    """The windows of a bounded cache, and the tolerance of its guard."""
 
     windows: tuple[int, ...]  # of each layer
     tolerance: float
 
 
 def choose_memory(asked: str, run: RunFolder) -> Memory:
-    """Return what --memory asks for: a number of tokens, `calibrated`, or a file that tra calibrate wrote."""
+    """Return the windows that --memory asks for: a number of tokens, `calibrated`, or a file of tra calibrate."""
     from tra.attention import MECHANISMS
     from tra.runs import read_windows
 
@@ -60,11 +60,12 @@ def new_cache(memory: Memory, model: DecoderConfig, tokens: int) -> BoundedCache
 
 
 def is_guarded(cache: BoundedCache) -> bool:
+    """Return whether all layers of a cache have a guard."""
     return all(layer.guard is not None for layer in cache.layers)
 
 
 def guard_row(memory: Memory, cache: BoundedCache) -> dict[str, Any]:
-    """Return what --json says of the memory: windows and bytes, and by layer what the guard counted."""
+    """Return the part of --json about memory: windows, bytes, and what the guard of each layer counted."""
     row: dict[str, Any] = {"windows": list(memory.windows), "bytes": cache.memory_bytes}
     if is_guarded(cache):
         row |= {"tolerance": memory.tolerance, "guard": cache.unmet_windows()}
@@ -72,7 +73,7 @@ def guard_row(memory: Memory, cache: BoundedCache) -> dict[str, Any]:
 
 
 def guard_line(memory: Memory, cache: BoundedCache) -> str:
-    """Return one line for people: the windows, and the share of queries that asked for more."""
+    """Return a line that gives the windows, and the share of queries that may need older keys."""
     smallest, largest = min(memory.windows), max(memory.windows)
     sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     line = f"memory: {sizes} tokens in each layer, {cache.memory_bytes / 2**20:.1f} MiB"

@@ -23,7 +23,7 @@ skipped; interrupted ones are resumed.
 
 suites:
   paper, paper-quick      the paper's five tables; the same in miniature
-  paper-rates             learning rates of TRA, RoPE, CoPE and FoT for them
+  paper-rates             learning rates of TRA, RoPE, CoPE and FoT for these
   rivals, rivals-rates    every mechanism on a small task; its learning rates
   lengths, lengths-rates  copy, induct and instruct; their learning rates
   language-rates          learning rates of language models
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if len(options.names) != 1:
         raise ValueError(f"suite {options.action} takes one suite, got {len(options.names)}")
-    from tra.runs.own_files import without_folder
+    from tra.runs.extensions import without_folder
     from tra.suite import suite
     from tra.suite.grid import cells_of
 

@@ -1,4 +1,4 @@
-"""What `tra suite run` shows: one screen with counts, running cells, time left and tables; lines elsewhere."""
+"""Show the progress of `tra suite run`: counts, running cells, time left and tables on one screen; lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tra.suite.table import Entry, table
 
 REFRESH_SECONDS = 1.0
 MAX_TABLE_ROWS, MAX_TABLE_COLUMNS = 20, 6
-"""Of a table on the screen; `tra suite table` prints all of it."""
+"""Largest size of a table on the screen; `tra suite table` prints all of it."""
 
 
 class SuiteView:

@@ -35,8 +35,8 @@ presets (-quick is a smaller, faster version):
   wikitext, wikitext-quick  language model; needs tra prepare
   text-demo                 language model of a text that comes with tra
 
-Several processes, each with its part of every batch, and of the weights if you
-want (docs/many-gpus.md):
+Several processes share each batch and, with fsdp, the weights
+(docs/many-gpus.md):
   torchrun --nproc-per-node 2 -m tra train --preset flipflop
   torchrun --nproc-per-node 2 -m tra train --preset copy train.parallel=fsdp"""
 
@@ -125,11 +125,11 @@ def _config(options: argparse.Namespace) -> RunConfig | None:
 
 
 def _import_options(config: RunConfig | None, folder: Path) -> str:
-    """Return the options by which other commands import the files of one's own that the run needs."""
+    """Return the --import options that other commands need for the run's mechanism and task."""
     from tra.runs import RunFolder
-    from tra.runs.own_files import paths
+    from tra.runs.extensions import imported_paths
 
-    needed = paths((config or RunFolder(folder).config()).imports)
+    needed = imported_paths((config or RunFolder(folder).config()).imports)
     return "".join(f" --import {shlex.quote(os.path.relpath(path))}" for path in needed)
 
 

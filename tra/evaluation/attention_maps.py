@@ -128,8 +128,8 @@ def attend(
 ) -> AttentionMaps:
     """Return the attention of queries `rows` over `keys`, in the given layers and heads, all by default.
 
-    Of an input of more than 256 tokens the last 64 queries and keys are shown by default. Queries are computed in
-    groups, so that the map of all queries over all keys is never held at once.
+    By default, an input of more than 256 tokens shows its last 64 queries and keys. Queries are computed in groups, so
+    that the map of all queries over all keys is never held at once.
     """
     _check_attention(model)
     length = len(sequence.tokens)

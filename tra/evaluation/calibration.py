@@ -1,12 +1,12 @@
 """Measure the attention weight that windows of the newest keys leave out, and choose windows by it.
 
-A window of W keys holds the query's own key and the W - 1 before it. TRA's distances count from the query back, so a
-key that stays in the window keeps its logit, and the output without the others differs from the whole one by the
-dropped weight times the difference of two averages of values: at most twice the largest value's norm, times the
-dropped weight.
+A window of W keys holds the query's own key and the W - 1 keys before it. TRA's distances are counted from the query
+back, so that the keys in the window keep their logits. The output with the window differs from the whole output by the
+dropped weight times the difference of two averages of values, which is at most twice the largest norm of a value.
 
-Queries of the second half of each sequence are measured, so that each has half of it before it and short beginnings,
-which drop nothing, don't flatter the mean. Windows go up to half the length for the same reason.
+Only queries in the second half of each sequence are measured: each has at least half of the sequence before it. Earlier
+queries have few keys, drop nothing, and would make the mean too small. For the same reason windows go up to half the
+length.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ DEFAULT_LENGTH, DEFAULT_SEQUENCES = 4096, 16
 
 SHORTEST_LENGTH = 8
 TAIL = 1e-3
-"""Share of queries that may drop more than the tolerance, for windows of the statistic `tail`."""
+"""Share of queries that may drop more than the tolerance, in windows by the statistic `tail`."""
 
 MAX_CELLS = 2**21
-"""Queries times keys times heads computed at once."""
+"""Largest number of queries times keys times heads that are computed at once."""
 
 Counts = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.float64]
 
 
 class DroppedWeight(NamedTuple):
-    """What windows leave out, summed over the queries of each sequence: `[sequences, layers, heads, windows]`."""
+    """The weight that windows leave out, summed over the queries of each sequence.
+
+    Arrays are `[sequences, layers, heads, windows]`.
+    """
 
     windows: tuple[int, ...]
     weight: Sums
-    beyond: Counts  # queries that drop more than the tolerance
-    queries: Counts  # [sequences]
+    beyond: Counts  # number of queries that drop more than the tolerance
+    queries: Counts  # [sequences], number of queries
 
     def mean(self) -> Sums:
         """Return the mean over queries, `[layers, heads, windows]`."""
@@ -61,7 +64,7 @@ class DroppedWeight(NamedTuple):
         return np.asarray(self.beyond.sum(0) / self.queries.sum())
 
     def interval(self, layer: int, head: int, window: int) -> tuple[float, float]:
-        """Return the 95 % interval of the mean at one of `windows`, with sequences resampled."""
+        """Return the 95 % interval of the mean at one of `windows`, from resampled sequences."""
         return bootstrap_interval(self.weight[:, layer, head, self.windows.index(window)], self.queries)
 
 
@@ -79,7 +82,7 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def check_windowed(mechanism: str) -> None:
-    """Raise a ValueError for a mechanism that is neither TRA nor its form without a gate."""
+    """Raise a ValueError for a mechanism that is neither TRA nor TRA without a gate."""
     if not issubclass(MECHANISMS[mechanism], ThresholdRelativeAttention):
         raise ValueError(f"{mechanism} has no windows to calibrate: they are measured for TRA")
 
@@ -93,11 +96,11 @@ def candidate_windows(length: int) -> tuple[int, ...]:
 def text_sequences(
     stream: Stream, vocabulary: int, length: int | None = None, count: int = DEFAULT_SEQUENCES, seed: int = 0
 ) -> Sequences:
-    """Draw sequences of a text: beginnings of documents that are long enough, or pieces of running text side by side.
+    """Draw sequences of a text: the beginnings of long documents, or pieces of running text without overlap.
 
     Args:
-        length: Tokens of each; 4,096 by default, or the largest power of two of which the text has 8.
-        count: Sequences at most; a text may have fewer.
+        length: Tokens of each sequence; by default 4,096, or the largest power of two that fits 8 times into the text.
+        count: Most sequences to draw; a short text has fewer.
     """
     total = len(stream.tokens)
     if length is None:
@@ -125,7 +128,7 @@ def text_sequences(
 def task_sequences(
     task: Task, config: EvalConfig, split: str | None = None, count: int = DEFAULT_SEQUENCES, seed: int = 0
 ) -> Sequences:
-    """Return the first test sequences of a split, by default the first that is evaluated, without padding."""
+    """Return the first test sequences of a split, without padding; by default of the first split that is evaluated."""
     if count < 2:
         raise ValueError(f"a calibration takes at least 2 sequences, got {count:,}")
     split = next(iter(chosen_splits(task, config))) if split is None else split
@@ -147,7 +150,7 @@ def measure_dropped_weight(
     tolerance: float,
     progress: Callable[[int], None] = lambda _: None,
 ) -> DroppedWeight:
-    """Return what each window leaves out at the queries of each sequence's second half, in full precision."""
+    """Return the weight that each window leaves out at queries of each sequence's second half, in full precision."""
     check_tolerance(tolerance)
     check_windowed(model.config.mechanism)
     model.eval()
@@ -170,7 +173,7 @@ def measure_dropped_weight(
 def _sums_of_layer(
     layer: Attention, x: Tensor, rows: Tensor, windows: Sequence[int], tolerance: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the dropped weight summed over queries `rows`, and how many drop more than the tolerance: `[H, W]`."""
+    """Return the dropped weight summed over queries `rows`, and how many of them exceed the tolerance: `[H, W]`."""
     total = torch.zeros(layer.n_heads, len(windows), dtype=torch.float64, device=x.device)
     count = torch.zeros_like(total, dtype=torch.int64)
     for dropped in dropped_weights(layer, x, rows, windows):
@@ -181,7 +184,7 @@ def _sums_of_layer(
 
 @torch.no_grad()
 def dropped_weights(layer: Attention, x: Tensor, rows: Tensor, windows: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the weight that each window leaves out at blocks of the queries `rows` `[R]`: `[H, block, W]`.
+    """Yield the weight that each window leaves out, for blocks of the queries `rows` `[R]`: `[H, block, W]`.
 
     Args:
         x: The layer's input, `[1, T, d_model]`.
@@ -206,7 +209,7 @@ def calibrate(
     seed: int = 0,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Calibration:
-    """Return the smallest windows of a run's model that keep to the tolerance on some sequences."""
+    """Return the smallest windows of a run's model that stay within the tolerance on the sequences."""
     begun, length = time.monotonic(), max(map(len, sequences.tokens))
 
     def show(done: int) -> None:
@@ -240,7 +243,7 @@ def calibrate(
 
 
 def _smallest(is_enough: npt.NDArray[np.bool_], windows: Sequence[int]) -> Counts:
-    """Return the smallest window that is enough, 0 where none is: `[layers, heads, windows]` -> `[layers, heads]`."""
+    """Return the smallest window that is enough, 0 if none is: `[layers, heads, windows]` -> `[layers, heads]`."""
     smallest = np.array(windows, dtype=np.int64)[is_enough.argmax(-1)]
     return np.where(is_enough.any(-1), smallest, 0)
 
@@ -251,7 +254,7 @@ def _filled(windows: Counts, length: int) -> list[list[int]]:
 
 
 def _errors(found: DroppedWeight, taken: Counts) -> dict[str, Any]:
-    """Return the fields of a calibration on what is dropped in its windows; None for open heads."""
+    """Return the fields of a calibration that say what its windows drop; None for open heads."""
     mean, share = found.mean(), found.share_beyond()
     dropped: list[list[list[float] | None]] = []
     beyond: list[list[float | None]] = []

@@ -1,19 +1,21 @@
 """Two failures of attention, measured: weight on keys that don't matter, and position that overrules content.
 
-Content is the scaled product of query and key before position enters. A mechanism finally orders keys by its logits
-(see `tra.attention.WeightMap`). Measured are queries at which an answer is due, in full precision:
+Content is the scaled product of query and key, without position. The order in which a mechanism finally ranks keys is
+that of its logits (see `tra.attention.WeightMap`). Only queries at which an answer is due are measured, in full
+precision:
 
 - `negative_mass`: the share of the attention weights, by absolute value, on keys whose content score is negative. TRA
   has such keys if its threshold or margin lets them stay.
-- `reversed`: of pairs of keys with different content scores, the share that the logits order the other way. A pair of
-  two dropped keys is not reversed, so this is small where most keys are dropped.
-- `reversed_kept`: the same, of pairs that are both kept.
-- `lifted`: the same, of pairs with a positive and a negative content score: a key that doesn't matter ranks above one
-  that does.
+- `reversed`: among pairs of keys with different content scores, the share whose logits have the opposite order. A pair
+  of two dropped keys is not reversed, so this is small where most keys are dropped.
+- `reversed_kept`: the same share among pairs of two kept keys.
+- `lifted`: the same share among pairs with a positive and a negative content score: a key that doesn't matter ranks
+  above one that does.
 
-Position stands between content and order; in selective attention also its masking. The order measures are None where
-content can't be separated from position (sinusoidal) or a second map is subtracted (differential). Stick-breaking gives
-the query's own key the remaining weight, whatever its content; it is counted by the sign of its score all the same.
+Position is what changes the order from that of content, in selective attention also its masking. The measures of order
+are None where content can't be separated from position (sinusoidal), or a second map is subtracted (differential).
+Stick-breaking gives the query's own key the remaining weight, whatever its content; that key is still counted by the
+sign of its score.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Diagnosis:
     reversed_kept: PerHead | None
     lifted: PerHead | None
     kept: PerHead | None
-    """Fraction of visible keys that stay in the softmax, of mechanisms with a threshold."""
+    """Fraction of visible keys that stay in the softmax, for mechanisms with a threshold."""
     null: PerHead | None
     """Fraction of queries that keep no key."""
     log_forget: PerHead | None
@@ -76,7 +78,7 @@ class Diagnosis:
     walked: PerHead | None = None
     """Of text: the share of the keys before a block of 64 queries that TRA has to read for them."""
     counted: PerHead | None = None
-    """Fraction of visible keys that count as TRA's distance; all kept keys do, unless there is a margin."""
+    """Fraction of visible keys that count as distance in TRA: without a margin, all kept keys."""
 
 
 class Sample(NamedTuple):

@@ -26,7 +26,7 @@ MAX_DRAWN_ROWS, MAX_DRAWN_TOKENS = 256, 2**20
 
 
 class Counts(NamedTuple):
-    """What was right in the sequences of a split."""
+    """Counts of right answers in a split."""
 
     exact: int
     """Sequences in which every scored token is right."""

@@ -1,9 +1,9 @@
-"""Perplexity of a text by the window in which a model reads it.
+"""Measure the perplexity of a text by the window in which a model reads it.
 
-Every token of the text but the separators is scored at every window, so that windows can be compared: only the context
-of a token changes. Windows stand side by side, as in the paper; or overlap by half, each scoring its second half, so
-that every token but the first ones has at least half a window before it. Intervals are over documents, since tokens of
-one document are not independent.
+Every token of the text except separators is scored at every window, so that windows can be compared: only the context
+of a token changes. Windows lie side by side, as in the paper, or overlap by half. Then each window scores its second
+half, so that every token except the first ones has at least half a window before it. Intervals are over documents,
+since tokens of one document are not independent.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def windows_that_fit(stream: Stream) -> tuple[int, ...]:
 
 
 def check_windows(windows: Sequence[int], overlaps: Sequence[str], stream: Stream) -> None:
-    """Refuse windows that the text is too short for, or that can't overlap by half."""
+    """Raise a ValueError for windows that are longer than the text, or that can't overlap by half."""
     for window in windows:
         if window < 1 or ("half" in overlaps and window % 2):
             raise ValueError(f"a window must be at least 1, and even to overlap by half, got {window}")

@@ -1,4 +1,4 @@
-"""How text goes on: prompts, sampling, stop tokens, the CUDA graph, and serving many requests at once."""
+"""Generate text: prompts, sampling, stop tokens, the CUDA graph, and serving many requests at once."""
 
 from tra.generation.decoding import collect, continuation, prefill
 from tra.generation.requests import Completion, Request

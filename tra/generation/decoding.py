@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tra.model import Decoder
 
 STOP_CHECK_INTERVAL = 16
-"""Tokens between two checks whether all rows on a GPU are finished: each check waits for the device."""
+"""Tokens between two checks of whether all rows on a GPU are finished, since each check waits for the device."""
 WARM_UP_STEPS = 2
-"""Steps before a step is captured as a graph. Their tokens are part of the text."""
+"""Steps before a step is captured as a graph. Their tokens belong to the text."""
 MIN_TOKENS_FOR_GRAPH = 16
 """Number of new tokens below which capturing a step costs more than it saves."""
 
@@ -128,7 +128,7 @@ def _generate_columns(
         return sampling.choose(logits[:, :symbols], noise)
 
     def step(token: Tensor) -> Tensor:
-        """Return the next token of `token` `[B, 1]`, with the current noise. A graph captures this function."""
+        """Return the next token of `token` `[B, 1]`, with the current noise. A CUDA graph captures this function."""
         nonlocal key_mask
         if key_mask is not None:
             key_mask = F.pad(key_mask, (0, 1), value=True)
@@ -196,7 +196,7 @@ def _check_cache(model: Decoder, cache: Cache | PackedRows, needed: int, capacit
 
 
 def _runs_without_host(model: Decoder, device: torch.device) -> bool:
-    """Return whether a step never waits for the device. TRA in PyTorch, without the kernels, does."""
+    """Return whether a step never waits for the device. TRA without the kernels does wait."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else model.lm_head.weight.dtype
     return all(
         layer.impl == "triton" or (layer.impl == "auto" and auto_takes_triton(device, dtype, layer.head_width))
@@ -206,7 +206,7 @@ def _runs_without_host(model: Decoder, device: torch.device) -> bool:
 
 
 def _run_on_side_stream(step: Callable[[Tensor], Tensor], token: Tensor) -> Tensor:
-    """Run a step on a stream of its own, as steps before a capture should be."""
+    """Run a step on a side stream, as PyTorch recommends before a capture."""
     current, side = torch.cuda.current_stream(token.device), torch.cuda.Stream(token.device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -232,13 +232,13 @@ def _capture_step(step: Callable[[Tensor], Tensor], cache: PackedRows, token: Te
 
 
 def _draw_noise(noise: Tensor | None, generator: torch.Generator | None) -> None:
-    """Fill `noise` in place. Outside of graphs, so that the generator gives the same draws as without one."""
+    """Fill `noise` in place. This happens outside of the graph, so that the draws are the same with and without one."""
     if noise is not None:
         noise.exponential_(generator=generator).clamp_(min=TINY)  # log(0) would cancel a -inf
 
 
 def _checked_mask(tokens: Tensor, key_mask: Tensor | None) -> Tensor | None:
-    """Return the mask, or None if it hides no token, which kernels take faster."""
+    """Return the mask, or None if it hides no token, which is faster."""
     check_masks(tokens, key_mask, 0, None)
     if key_mask is None or bool(key_mask.all()):
         return None
@@ -250,7 +250,7 @@ def _checked_mask(tokens: Tensor, key_mask: Tensor | None) -> Tensor | None:
 
 
 def _stop_check_interval(column: Tensor, streaming: bool) -> int:
-    """Return 1 when streaming: that waits for the device anyway, and must not go on after the end."""
+    """Return the tokens between two checks: 1 when streaming, which waits for the device anyway."""
     return STOP_CHECK_INTERVAL if column.is_cuda and not streaming else 1
 
 

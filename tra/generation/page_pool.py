@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, how many texts use each, and which hold a beginning that another text may share."""
+"""Track the pages of a pool: which are free, how many texts use each, and which other texts may share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tra.attention.shared.pages import PAGE_SIZE
 
 
 class PagePool:
-    """Hands out the numbers of pages and takes them back.
+    """Allocates pages by number, and counts their users.
 
-    A page that was given a key keeps its contents when nobody uses it any more, until no page is free: then the one
-    that was used longest ago is handed out.
+    A page that has a key keeps its contents when it has no users, so that another text may find it. Once no other page
+    is free, the least recently used of these is allocated.
 
     Args:
         pages: Pages of the pool.
@@ -25,15 +25,15 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._unused: dict[int, None] = {}
-        """Pages with a key that nobody uses, the longest unused first."""
+        """Pages with a key and without users, the least recently used first."""
 
     @property
     def available(self) -> int:
-        """Pages that `take` could hand out."""
+        """Number of pages that `take` could return."""
         return len(self._free) + len(self._unused)
 
     def take(self) -> int | None:
-        """Return a page that nobody uses, which then has one user; None if there is none."""
+        """Return a page without users, and count one user for it; None if there is none."""
         if self._free:
             page = self._free.pop()
         elif self._unused:
@@ -45,7 +45,7 @@ class PagePool:
         return page
 
     def find(self, key: bytes) -> int | None:
-        """Return the page with this key, which then has one user more; None if there is none."""
+        """Return the page with this key, and count one more user for it; None if there is none."""
         page = self._page_of.get(key)
         if page is not None:
             self._users[page] += 1
@@ -53,12 +53,12 @@ class PagePool:
         return page
 
     def remember(self, page: int, key: bytes) -> None:
-        """Give a page a key, unless another page has it already."""
+        """Set the key of a page, unless another page has this key."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
 
     def release(self, page: int) -> None:
-        """Take a page back from one of its users."""
+        """Count one user less for a page."""
         self._users[page] -= 1
         assert self._users[page] >= 0
         if self._users[page] == 0:
@@ -69,7 +69,7 @@ class PagePool:
 
 
 def page_keys(tokens: Sequence[int], keys: list[bytes], pages: int) -> None:
-    """Extend the keys of a text's first pages to `pages` of them: each a digest of all tokens up to the page's end."""
+    """Extend the list of keys of a text's first pages to `pages` keys: digests of all tokens up to each page's end."""
     for page in range(len(keys), pages):
         part = array("q", tokens[page * PAGE_SIZE : (page + 1) * PAGE_SIZE]).tobytes()
         keys.append(hashlib.sha256((keys[-1] if keys else b"") + part).digest())

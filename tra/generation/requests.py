@@ -1,4 +1,4 @@
-"""What is asked of a server, and how far it has come."""
+"""Requests to a server, and their state."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from tra.generation.sampling import GREEDY, Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how it goes on."""
+    """A prompt, and how it is to be continued."""
 
     tokens: Sequence[int]
     """The prompt's ids, at least one."""
     max_new_tokens: int
-    """Tokens after which it is finished."""
+    """Most new tokens."""
     sampling: Sampling = GREEDY
-    """How a token is chosen."""
+    """How tokens are chosen."""
     seed: int | None = None
-    """Of what is drawn: the text is then that of `Decoder.generate` with a generator of this seed. None is any."""
+    """Seed of sampling: the text is that of `Decoder.generate` with a generator of this seed. None is random."""
     stop_tokens: Sequence[int] = ()
-    """It is finished after the first of them."""
+    """Tokens that end the text."""
 
 
 class Completion(NamedTuple):
     """A finished request."""
 
     number: int
-    """Its number, in the order in which requests came."""
+    """The request's number, in the order in which requests were submitted."""
     request: Request
     tokens: list[int]
-    """The new tokens, a stop token included."""
+    """The new tokens, including the stop token."""
 
 
 @dataclass(eq=False)
 class Text:
-    """A request on its way."""
+    """The state of an unfinished request."""
 
     number: int
     request: Request
     generator: torch.Generator | None
     tokens: list[int]
-    """Prompt and new tokens."""
+    """Prompt and new tokens so far."""
     stored: int = 0
-    """Tokens whose keys and values are in pages. All but the last where it decodes."""
+    """Number of tokens whose keys and values are in pages: while decoding, all but the last token."""
     pages: dict[int, int] = field(default_factory=dict)
-    """Page of the pool for each page of the text, without those beyond every window."""
+    """Page of the pool for each page of the text, except pages that no window reaches any more."""
     keys: list[bytes] = field(default_factory=list)
-    """Of its first full pages, see `page_keys`."""
+    """Keys of the text's first full pages, see `page_keys`."""
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether more than the last token is to be read: of the prompt, or again after it had to wait."""
+        """Whether more than the last token has to be read: the prompt, or the whole text after it lost its pages."""
         return len(self.tokens) - self.stored > 1
 
     @property

@@ -1,4 +1,4 @@
-"""How a token is chosen from logits."""
+"""Choose tokens from logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: the likeliest at temperature 0, otherwise drawn.
+    """Settings of sampling: at temperature 0 the likeliest token is taken, otherwise a token is drawn.
 
     Logits are divided by the temperature, then limited to the `top_k`, then to the nucleus of the rest, as in
     transformers.

@@ -1,7 +1,7 @@
-"""Many requests at once: they join and leave between steps, and their keys and values lie in one pool of pages.
+"""Serve many requests at once. They join and leave between steps, and share one pool of pages.
 
 A step reads a chunk of one prompt, then decodes one token of every other request (continuous batching, Yu et al. 2022).
-Pages are handed out as they are needed (Kwon et al. 2023); full pages with the same beginning are stored once.
+Pages are allocated as they are needed (Kwon et al. 2023). Texts with the same beginning share its full pages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tra.attention.shared.paged_cache import PooledCache, layer_windows
+from tra.attention.shared.paged_cache import layer_windows
 from tra.attention.shared.pages import PAGE_SIZE
+from tra.attention.shared.pooled_cache import PooledCache
 from tra.generation.page_pool import PagePool, page_keys
 from tra.generation.requests import Completion, Request, Text
 from tra.generation.sampling import TINY
@@ -24,16 +25,17 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """Generates text for many requests with a fixed number of pages. Each text is that of the request alone.
+    """Generates text for many requests with a fixed number of pages.
 
-    Rows of a batch are rounded alike only as far as the device's products are: greedy texts agree in float32.
-    Where pages run out, the request that joined last gives its pages back and reads its text again later.
+    Each text is the one that its request would get alone, up to rounding: products may round differently in batches of
+    other sizes. In float32, greedy texts are equal. If pages run out, the request that joined last gives its pages
+    back, and reads its text again later.
 
     Args:
         model: A decoder of TRA or rope, in eval mode.
         pages: Pages of the pool, each of 64 tokens in all layers.
-        windows: Tokens that queries see, one number for all layers or one for each, as for `BoundedCache`; pages beyond
-            all of them are given back. None is all.
+        windows: Tokens that queries see, one number for all layers or one for each, as for `BoundedCache`; None is all.
+            Pages that no window reaches any more are given back.
         max_rows: Requests that are decoded at once.
         prefill_chunk: Tokens of a prompt that are read between two steps of decoding.
         vocabulary: Only ids below it are generated; all by default.
@@ -74,7 +76,7 @@ class Server:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no pages yet."""
+        """Number of requests that have no pages yet."""
         return len(self._waiting)
 
     @property
@@ -83,10 +85,10 @@ class Server:
         return bool(self._waiting or self._running or self._finished)
 
     def submit(self, request: Request) -> int:
-        """Take a request, and return its number. It joins when there is room.
+        """Queue a request, and return its number. The request joins when there is room.
 
         Raises:
-            ValueError: If it is malformed, or would not fit into all pages.
+            ValueError: If the request is malformed, or doesn't fit into the whole pool.
         """
         tokens, symbols = [int(token) for token in request.tokens], self._model.config.vocab_size
         if not tokens or min(tokens) < 0 or max(tokens) >= symbols:
@@ -150,7 +152,7 @@ class Server:
             self._running.append(self._waiting.popleft())
 
     def _most_pages(self, tokens: int) -> int:
-        """Return the pages that a text of so many stored tokens may have at once."""
+        """Return the most pages that a text with `tokens` stored tokens may have at once."""
         all_pages = -(-tokens // PAGE_SIZE)
         if self._window is None:
             return all_pages
@@ -191,7 +193,7 @@ class Server:
         self._add_tokens(rows, chosen)
 
     def _share_pages(self, text: Text) -> None:
-        """Take over pages that another text has filled with the same beginning. The last token is always read."""
+        """Use pages that another text has filled with the same beginning. The last token is always read."""
         while text.stored % PAGE_SIZE == 0 and text.stored + PAGE_SIZE < len(text.tokens):
             number = text.stored // PAGE_SIZE
             page_keys(text.tokens, text.keys, number + 1)
@@ -202,7 +204,7 @@ class Server:
             self._advance(text, text.stored + PAGE_SIZE)
 
     def _has_pages(self, text: Text, end: int) -> bool:
-        """Give a text the pages of tokens up to `end`. If none are left, the last to join loses its own."""
+        """Allocate pages for a text up to token `end`. If none are left, the text that joined last loses its own."""
         for number in range(text.stored // PAGE_SIZE, -(-end // PAGE_SIZE)):
             if number in text.pages:
                 continue
@@ -224,7 +226,7 @@ class Server:
     def _run(self, rows: list[Text], tokens: Tensor) -> Tensor:
         """Return hidden states of the rows' last tokens, `[B, d_model]`."""
         columns = max(max(text.pages) - min(text.pages) + 1 for text in rows)
-        table = [[0] * columns for _ in rows]  # columns without a page are not read
+        table = [[0] * columns for _ in rows]  # entries without a page are never read
         for row, text in zip(table, rows, strict=True):
             for number, page in text.pages.items():
                 row[number % columns] = page
@@ -233,7 +235,7 @@ class Server:
         return self._model.hidden(tokens, None, self._cache)[:, -1]
 
     def _advance(self, text: Text, stored: int) -> None:
-        """Count stored tokens, and give back pages that no further query sees."""
+        """Set the number of stored tokens, and give back pages that no later query sees."""
         text.stored = stored
         if self._window is not None:
             beyond = (stored - self._window + 1) // PAGE_SIZE
@@ -284,9 +286,9 @@ def serve(
     vocabulary: int | None = None,
     stream: Callable[[int, int], None] | None = None,
 ) -> Iterator[Completion]:
-    """Yield requests as they are finished. They are taken one by one, a few before there is room for them.
+    """Yield requests as they are finished. New ones are taken one by one, a few before there is room for them.
 
-    Arguments as for `Server`.
+    The arguments are those of `Server`.
     """
     server = Server(
         model,

@@ -1,4 +1,4 @@
-"""A cache of transformers whose size doesn't grow with the text, around a decoder's `BoundedCache`."""
+"""A cache for transformers that wraps a decoder's `BoundedCache`: its size doesn't grow with the text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tra.hub.config import TRAConfig
 
 
 class TRABoundedCache(TransformersCache):
-    """The last tokens alone, for `past_key_values` of TRA's models: memory stays the same at any length.
+    """A cache of the last tokens only, for `past_key_values` of TRA's models: memory stays the same at any length.
 
-    Tokens can't be taken out of it again, so assisted generation is refused. The guard's counts are those of `bounded`.
+    Tokens can't be removed from it again, so assisted generation is refused. The guard's counts are in `bounded`.
 
     Args:
         config: That of the model.
@@ -30,11 +30,11 @@ class TRABoundedCache(TransformersCache):
             raise ValueError(f"{config.mechanism} can't use a bounded cache: it is for TRA and rope")
         self._arguments = config.num_hidden_layers, windows, options
         self.bounded = BoundedCache(config.num_hidden_layers, windows, **options)
-        """The decoder's cache, which holds everything."""
+        """The decoder's cache, which has all keys and values."""
         super().__init__(layers=[_Layer(self) for _ in self.bounded.layers])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens received so far, padding included, also those that are no longer held."""
+        """Return the number of tokens received so far, including padding and overwritten tokens."""
         return self.bounded.length
 
     def reset(self) -> None:
@@ -54,11 +54,11 @@ class TRABoundedCache(TransformersCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
-            raise ValueError("a bounded cache can't be cropped: what tokens were written over is gone")
+            raise ValueError("a bounded cache can't be cropped: overwritten tokens are gone")
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks a layer of the cache. Keys and values are in the decoder's cache."""
+    """A layer of the cache as transformers expects it. Keys and values are in the decoder's cache."""
 
     supports_early_init = False
 
@@ -85,7 +85,7 @@ class _Layer(CacheLayerMixin):
 def run_in_chunks(
     run: Callable[[Tensor, Tensor | None], Tensor], embeds: Tensor, key_mask: Tensor | None, chunk: int
 ) -> Tensor:
-    """Return `run` of a long prompt `[B, T, width]`, `chunk` tokens at a time, as a ring takes no more at once.
+    """Return the output of `run` on a long prompt `[B, T, width]`, which is read in chunks that fit the ring.
 
     Args:
         key_mask: `[B, cached + T]`.

@@ -53,7 +53,7 @@ def model_card(run: RunFolder, name: str, parameters: int, example: str, new: in
     """
     config = run.config()
     model = config.model
-    file = model.mechanism.rpartition(":")[0]  # of one's own, if any
+    file = model.mechanism.rpartition(":")[0]  # the user's file, if any
     imports = "import tra.hub  # or trust_remote_code=True, which does no more than that"
     if file:
         imports = f"import tra.hub\n\ntra.import_file({file!r})  # the mechanism's file, which is not in this folder"

@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig
 from tra.attention import BUILT_IN_MECHANISMS, MECHANISMS
 from tra.config import check_arguments, convert_json, finite_dict
 from tra.model import DecoderConfig
-from tra.runs.own_files import ChangedFileWarning, changes, check_sources, register, sources
+from tra.runs.extensions import ChangedFileWarning, changed_sources, check_sources, register, sources
 
 FORMAT = 3
-"""Newest version of configs and weights. A newer one raises an error. Version 2 has `threshold` and `margin`, version 3
-`mechanism_arguments` and `imports`; a config that has none of them is saved as version 1, which older versions of this
-package read."""
+"""Newest format of configs and weights. A newer one raises an error. Format 2 adds `threshold` and `margin`, format 3
+`mechanism_arguments` and `imports`. A config is saved in the oldest format that can hold it, so that older versions of
+this package can read it."""
 
 POINTER = Path(__file__).with_name("modeling_tra.py")
 """A module, copied to saved folders, that imports this package."""
@@ -88,13 +88,13 @@ class TRAConfig(PreTrainedConfig):
     gate_bias: float = 0.0
     threshold: float = 0.0
     margin: float | str = 0.0
-    """Infinity is written as the string "inf"."""
+    """Margin of TRA. Infinity is written as the string "inf"."""
     rope_theta: float = 500_000.0
     cope_positions: int = 64
     mechanism_arguments: dict[str, Any] | None = None
-    """Arguments of the mechanism's own, see `DecoderConfig.arguments`."""
+    """The mechanism's own arguments, see `DecoderConfig.arguments`."""
     imports: dict[str, str] | None = None
-    """Where a mechanism of one's own comes from, see `RunConfig.imports`: `tra.import_file` must have imported it."""
+    """Where a user's mechanism comes from, see `RunConfig.imports`. `tra.import_file` must have imported it."""
     fuse_projections: bool = False
     """Off, unlike in a decoder, so that adapters work: see `tra.attention.Attention`."""
 
@@ -118,7 +118,7 @@ class TRAConfig(PreTrainedConfig):
         self.mechanism_arguments, self.imports = self.mechanism_arguments or {}, self.imports or {}
         imports = convert_json(self.imports, dict[str, str], "imports")
         check_sources(imports)
-        for line in changes(imports):
+        for line in changed_sources(imports):
             warnings.warn(line, ChangedFileWarning, stacklevel=2)
         register("mechanism", self.mechanism)
         decoder = self.to_decoder()
@@ -150,13 +150,13 @@ class TRAConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         _register_with_peft()
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP), "tra_format": self._needed_format()}
-        for name in ("mechanism_arguments", "imports"):  # which versions before format 3 don't know
+        for name in ("mechanism_arguments", "imports"):  # unknown to formats before 3
             if not values.get(name):
                 values.pop(name, None)
         return finite_dict(values.items())
 
     def _needed_format(self) -> int:
-        """Return the oldest version that can hold this config."""
+        """Return the oldest format that can hold this config."""
         if self.mechanism_arguments or self.imports:
             return FORMAT
         return 1 if self.threshold == self.margin == 0 else 2

@@ -21,7 +21,8 @@ from tra.hub._bounded_cache import TRABoundedCache, run_in_chunks
 from tra.hub._cache import adapt, is_static, real_keys
 from tra.hub._packing import check_not_packed, document_ids
 from tra.hub.config import TRAConfig
-from tra.model import RENAMED_PARAMETERS, Block, Decoder, check_tokens, run_layers
+from tra.model import Block, Decoder, check_tokens, run_layers
+from tra.runs import RENAMED_PARAMETERS
 
 MAX_MAP_TOKENS = 4096
 """Largest number of tokens for which attention maps, `[B, H, T, T]` per layer, are returned."""
@@ -30,9 +31,9 @@ LOSS_ARGUMENTS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 IGNORED_ARGUMENTS = {"cache_position", "token_type_ids", "tokenizer"}
 """Arguments that `generate` and tokenizers pass to any model; this one doesn't use them."""
 PACKING_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""What collators say of packed documents besides `position_ids`, which say the same."""
+"""Arguments by which collators describe packed documents, besides `position_ids`, which are enough."""
 HUB_RENAMED_PARAMETERS = {r"\bdecoder\.": ""} | RENAMED_PARAMETERS
-"""Former names of parameters and their names now, see `tra.model.RENAMED_PARAMETERS`."""
+"""Former names of parameters and their names now, see `tra.runs.RENAMED_PARAMETERS`."""
 
 
 class TRADecoderLayer(GradientCheckpointingLayer, Block):
@@ -143,8 +144,8 @@ class TRAModel(TRAPreTrainedModel):
                 `TRABoundedCache`; the new tokens are added.
             use_cache: Make a cache if none is given; by default in evaluation, if the config says so.
             output_hidden_states: Also return the input of every layer, and the output.
-            output_attentions: Also return every layer's weights `[B, H, T, cached + T]`, with gradients. The values are
-                then weighed with them, which is slower than the fast path, and equal to it up to rounding. Not with a
+            output_attentions: Also return every layer's weights `[B, H, T, cached + T]`, with gradients. The output is
+                then computed from these weights: slower than the fast path, and equal to it up to rounding. Not with a
                 static cache.
             position_ids: `[B or 1, T]`. Where they start again at 0, another document begins, and tokens see only their
                 own. Positions themselves are counted here; other position_ids raise a ValueError. With a cache they

@@ -60,17 +60,17 @@ def threshold_relative_attention(
         log_forget: `[B, H, Tq]`, float32 (float64 with float64 queries), finite and at most 0.
         scale: Factor on the scores, `1 / sqrt(D)` by default.
         threshold: A key counts as distance when its scaled score is above it.
-        margin: A key stays when its score is above `threshold - margin`. 0 is the paper's TRA, and at `math.inf` no
-            visible key leaves. A key inside the margin is attended to, but is no distance to older keys.
+        margin: A key stays when its score is above `threshold - margin`. 0 is the paper's TRA; at `math.inf` every
+            visible key stays. A key inside the margin is attended to, but adds no distance to older keys.
         key_mask: `[B, Tk]` bool. A False key never stays and never counts, wherever it stands.
         key_lengths: `[B]` int32. Keys `0..length-1` exist (a static cache), and queries stand at their end. Slots
             beyond must hold zeros: a NaN there would reach the output as 0 · NaN.
         score_bound: A promise that no absolute scaled score exceeds it; lets fast paths skip work.
-        dropout: Rate at which attention weights are dropped, the others scaled up.
+        dropout: Rate at which attention weights are dropped; the others are scaled up.
         tolerance: Largest relative weight that an early stop may leave out. None is what rounding of the sums hides
             anyway (`2**-24`, for float64 `2**-53`); 0.0 never stops early.
-        impl: "reference", "blockwise" or "triton"; "auto" chooses, by the table in `tra/ops/choice.py`. A named one
-            never falls back to another.
+        impl: "reference", "blockwise" or "triton"; "auto" chooses by the table in `tra/ops/choice.py`. A named
+            implementation never falls back to another.
 
     Returns:
         `[B, H, Tq, Dv]` in query's dtype. A row that keeps no key is 0. NaN in, NaN out: a NaN score counts and
@@ -154,12 +154,12 @@ def attention_map(
     keys: slice = slice(None),
     rows_at_once: int = 256,
 ) -> AttentionMap:
-    """Return weights, distances, scores, and which keys stay and count, of a window, for figures.
+    """Return the weights, distances and scores of a window, and which keys stay and count, for figures.
 
     Args:
         queries: Which queries the window shows; all by default.
         keys: Which keys it shows. Weights and distances are those of the whole row, seen through the window.
-        rows_at_once: Rows held at full length while computing, so that long inputs never need a Tq × Tk map.
+        rows_at_once: Rows that are computed at full length at a time, so that long inputs never need a Tq × Tk map.
 
     Returns:
         An `AttentionMap` of tensors `[B, H, queries, keys]`. Without gradients.

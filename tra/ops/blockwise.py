@@ -54,7 +54,7 @@ HEADROOM = 2.0**24
 
 
 class RunningSoftmax(NamedTuple):
-    """What rows `[n, R]` carry along their walk."""
+    """The state of rows `[n, R]` along their walk."""
 
     highest: Tensor  # largest logit so far
     total: Tensor  # sum of exp(logit - highest)
@@ -80,7 +80,7 @@ class BlockScores(NamedTuple):
 def _scores(
     layout: Layout, walk: Walk, index: int, rows: RowBlock, key: Tensor, options: AttentionOptions
 ) -> BlockScores:
-    """Return scores of one block, and which keys count and stay."""
+    """Return the scores of one block, and which of its keys count and stay."""
     scores = torch.bmm(rows.query, key.mT).mul_(options.scale)  # [n, R, D] @ [n, D, K] -> [n, R, K]
     counted = ~(scores <= options.threshold)
     kept = ~(scores <= options.lower_cut) if options.has_margin else counted
@@ -95,8 +95,8 @@ def _scores(
 def _add_distance(block: BlockScores, log_forget: Tensor, count: Tensor, itself: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, distances, and the number of counted keys after this block. Overwrites `scores`.
 
-    A distance is the number of keys counted to the right, and `itself`: 1, but with a margin 0. Softmax doesn't see
-    the difference, and S + δ would lose S where several keys have distance 1.
+    A distance is the number of counted keys to the right, plus `itself`, which is 1 without a margin and 0 with one.
+    Softmax doesn't see the difference, but with 1, S + δ would lose digits of S where several keys have distance 1.
     """
     scores, counted, kept = block
     distances = counted.to(scores.dtype).cumsum(-1)
@@ -142,10 +142,10 @@ def walk_forward(
     options: AttentionOptions,
     older: OlderKeys | None = None,
 ) -> tuple[RunningSoftmax, Tensor]:
-    """Return what each row `[B, H, Tq]` found, `out` divided by the sum, and the oldest key block visited.
+    """Return the softmax state of each row `[B, H, Tq]`, with `out` divided by the sum, and the oldest key block read.
 
     Args:
-        older: Further keys of the rows, left of these, which another call reads: a walk stops only where these don't
+        older: Further keys of the rows, left of these, which another call reads. A walk stops only where these don't
             count either.
 
     Returns:
@@ -216,7 +216,7 @@ def _walk_forward(
         margin_threshold = options.threshold if options.has_margin else None
         bound = log_remaining_weight(rows.log_forget, state.counted_keys, keys_left, largest_score, margin_threshold)
         if options.has_margin:
-            bound = bound - rows.log_forget  # as all distances are one less
+            bound = bound - rows.log_forget  # because all distances are one less
         negligible = bound - state.highest - state.total.log() < math.log(options.tolerance)
         done = ((keys_left == 0) | negligible).all(-1)
         if not bool(done.any()):
@@ -312,11 +312,12 @@ def walk_backward(
     options: AttentionOptions,
     sums: RowSums | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Repeat the walk for the gradients: counts are recomputed, stops are the forward's, sums have a fixed order.
+    """Repeat the walk for the gradients. Counts are recomputed, stops are the forward's, sums have a fixed order.
 
     Args:
-        state: What whole rows found, but for `counted_keys`: those right of these keys, which are a piece of a row's.
-        sums: Filled, if wanted.
+        state: The state of whole rows. Only `counted_keys` are those right of these keys, which may be a piece of the
+            row's.
+        sums: Sums that are filled if given.
 
     Returns:
         Gradients of query, key, value and log_forget, in the dtype of sums.

@@ -27,7 +27,7 @@ MAX_DECODE_ROWS = 64
 
 
 class Call(NamedTuple):
-    """What a choice depends on."""
+    """The properties of a call on which a choice depends."""
 
     query: Tensor
     key: Tensor

@@ -1,12 +1,12 @@
-"""What works around a compiler, in one place: each entry names the bug and the versions that have it.
+"""Workarounds for bugs of compilers. Each entry names the bug and the versions that have it.
 
-`tests/ops/test_workarounds_gpu.py` runs the plain form of each on a GPU, and fails with "the workaround can go" once it
-has become right.
+`tests/ops/test_workarounds_gpu.py` runs the plain form of each on a GPU, and fails with "the workaround can go" once
+the plain form is right.
 
-1. **Inductor reads rows back without a barrier** (torch 2.11 on an H200; pytorch PR 190519 adds it). Between two loops
-over a row, one that stores it and one that reads it in another order, stores of other threads may be missed. Compiled
-weights came out wrong at some lengths, in float32 as in bfloat16. The operators below aren't fused with what reads
-them: `softmax_or_nothing`, `sum_from_the_right`, `count_from_the_right`, `halved_below_zero`, `entmax_weights`.
+1. **Inductor reads rows back without a barrier** (torch 2.11 on an H200; pytorch PR 190519 adds it). If one loop stores
+a row and the next reads it in another order, it may miss stores of other threads. Compiled weights were wrong at some
+lengths, in float32 and in bfloat16. The operators below aren't fused with the code that reads their results:
+`softmax_or_nothing`, `sum_from_the_right`, `count_from_the_right`, `halved_below_zero`, `entmax_weights`.
 
 2. **Inductor leaves out a cast to bfloat16 and back** (all versions so far, unless
 `torch._inductor.config.emulate_precision_casts` is set): `truncate_to_bfloat16` works on the bits.
@@ -19,7 +19,7 @@ them: `softmax_or_nothing`, `sum_from_the_right`, `count_from_the_right`, `halve
 
 5. **ptxas 12.8.93 loses an address** (Triton 3.6 brings it; 12.9 is right): `MAX_STRIDE_UNIT`.
 
-6. **Dynamo takes `torch.compiler.is_exporting()` for true in any compiled graph** (torch 2.11; 2.13 is right):
+6. **Dynamo treats `torch.compiler.is_exporting()` as true in any compiled graph** (torch 2.11; 2.13 is right):
 `is_exporting` reads the flag instead.
 """
 
@@ -52,7 +52,7 @@ MAX_EXACT_HALF = 2048
 
 
 def is_exporting() -> bool:
-    """Return whether a graph is being exported, as opposed to compiled."""
+    """Return whether a graph is being exported, not just compiled."""
     return torch.compiler._is_exporting_flag
 
 

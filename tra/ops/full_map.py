@@ -42,11 +42,11 @@ def full_attention_map(
     if visible.key_mask is not None:
         seen = seen & visible.key_mask[:, None, :]
     counted = seen[:, None] & ~(scores <= options.threshold)  # not "scores > threshold": a NaN score must show
-    distances = count_from_the_right(counted, dtype)  # keys counted in j..i
+    distances = count_from_the_right(counted, dtype)  # counted keys in j..i
     if options.has_margin:
         kept = seen[:, None] & ~(scores <= options.lower_cut)
-        right = distances - counted.to(dtype)  # keys counted right of j
-        # Softmax doesn't see that every distance is one less; S + δ would lose S where several keys have distance 1.
+        right = distances - counted.to(dtype)  # counted keys right of j
+        # Softmax doesn't change if every distance is one less. With 1 more, S + δ would lose digits of S.
         weights = softmax_or_nothing(_logits(scores, kept, right, log_forget))
         return AttentionMap(weights, kept, (right + 1) * kept, scores, counted)
     distances = distances * counted

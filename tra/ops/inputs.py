@@ -21,7 +21,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which scores have one precision, in forward and backward, whatever autocast says.
 
-    Where autocast is off already it does nothing, as entering it would cost as much as two operators.
+    If autocast is off, the context does nothing, because entering autocast costs as much as two operators.
     """
     if device.type == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type)):
         return nullcontext()
@@ -52,7 +52,7 @@ PAGED_LAYOUTS = {
     "key_lengths": "[B]",
 }
 PAGE_UNIT = 64
-"""Pages hold a multiple of so many keys: whole blocks of every kernel."""
+"""Number of keys of which a page holds a multiple, so that pages are whole blocks of every kernel."""
 PACKED_LAYOUTS = {
     "query": "[total_q, H, D]",
     "key": "[total_k, Hkv, D]",
@@ -113,7 +113,7 @@ def check_paged(
     key_lengths: Tensor,
     window: int | None,
 ) -> None:
-    """Check keys and values in pages, and that all keys which queries may see fit into the table."""
+    """Raise a ValueError unless keys and values in pages are valid, and all keys that queries may see fit the table."""
     tensors = (query, key_pages, value_pages, log_forget, block_table, key_lengths)
     values_are_free = _check_tensors(PAGED_LAYOUTS, tensors)
     n_queries, page_size = query.shape[2], key_pages.shape[2]

@@ -19,7 +19,7 @@ from tra.ops.visible import Visible
 
 FIRST_MAP_KEYS = 256
 MAP_GROWTH = 8
-"""Each further map has this many times the keys, so the maps computed in vain are small beside it."""
+"""Each further map has this many times the keys, so that maps which are thrown away are small beside it."""
 
 
 def newest_first_attention(
@@ -52,10 +52,11 @@ def attend_newest_first(
     options: AttentionOptions,
     unit: int = 1,
 ) -> Tensor:
-    """Return the attention to keys `0..end-1`, of which `read(start)` returns keys and values from `start` on.
+    """Return the attention to keys `0..end-1`.
 
     Args:
-        unit: `start` is a multiple of it.
+        read: Returns the keys and values from `start` on.
+        unit: Every `start` is a multiple of it.
     """
     first, last, key_mask = visible
     keys = FIRST_MAP_KEYS
@@ -72,9 +73,10 @@ def attend_newest_first(
 
 
 def rows_done(part: AttentionMap, log_forget: Tensor, keys_left: Tensor, options: AttentionOptions) -> Tensor:
-    """Return in which rows the `keys_left` keys `[B, 1, Tq]` older than the map weigh less than the tolerance.
+    """Return the rows, `[B, H, Tq]` bool, in which all keys older than the map weigh less than the tolerance.
 
-    `[B, H, Tq]` bool.
+    Args:
+        keys_left: `[B, 1, Tq]`: the number of these keys.
     """
     assert options.score_bound is not None
     largest_score = torch.full_like(log_forget, options.score_bound)

@@ -1,7 +1,7 @@
-"""Keys and values in pages: the operator over a pool, with a table that says where each row's pages lie.
+"""The operator over keys and values in pages: a pool, with a table that says which pages each row has.
 
-Logical page l of a row is at column `l % N` of its table, so a table whose pages are written again and again in turn is
-a ring, and a row may grow without limit as long as its queries see no further back than the table reaches.
+Logical page l of a row is at column `l % N` of its table. A table whose pages are reused in turn is thus a ring, and a
+row may grow without limit as long as its queries see no further back than the table reaches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def threshold_relative_attention_paged(
 ) -> Tensor:
     """Return `threshold_relative_attention` over keys and values that lie in pages.
 
-    Decoding (at most 16 queries) reads the pages where they are, and of these only what a walk needs. For a prompt,
-    which has more queries, the pages that they see are first copied side by side.
+    Decoding (at most 16 queries) reads the pages in place, and only as many as a walk needs. For prompts, which have
+    more queries, the pages that they see are first copied side by side.
 
     Args:
         query: `[B, H, Tq, D]`, the last tokens of their rows.
@@ -46,16 +46,16 @@ def threshold_relative_attention_paged(
         value_pages: `[P, Hkv, page_size, Dv]`.
         log_forget: `[B, H, Tq]`, as for `threshold_relative_attention`.
         block_table: `[B, N]` int32: key t of row b is in page `block_table[b, t // page_size % N]`, at
-            `t % page_size`. Every entry is a page of the pool, also those not in use.
-        key_lengths: `[B]`: tokens that each row has had, those of the queries included. Without a window at most
+            `t % page_size`. Every entry is a page of the pool, also entries that are not in use.
+        key_lengths: `[B]`: tokens that each row has had, the queries' included. Without a window at most
             `N · page_size`.
-        window: Queries see at most so many keys, their own included; all by default. Where a row has had more keys
+        window: Largest number of keys that a query sees, its own included; all by default. If a row has had more keys
             than its table holds, `window + Tq - 1` keys must fit the table.
 
     The other arguments are those of `threshold_relative_attention`.
 
     Returns:
-        `[B, H, Tq, Dv]`. The keys that stay and count are those of the call on contiguous keys.
+        `[B, H, Tq, Dv]`. The same keys stay and count as in a call with contiguous keys.
     """
     inputs.check_paged(query, key_pages, value_pages, log_forget, block_table, key_lengths, window)
     options = AttentionOptions.resolve(
@@ -103,10 +103,10 @@ def windows_suffice(
     margin: float = 0.0,
     tolerance: float | None = None,
 ) -> Tensor:
-    """Return for which queries all keys older than the window provably weigh less than the tolerance: `[B, H, Tq]`.
+    """Return the queries, `[B, H, Tq]` bool, whose keys older than the window provably weigh less than the tolerance.
 
-    That is the bound of the early stop at the window's end, for as many older keys as the row has had. It computes
-    the whole map of the window. Arguments as for `threshold_relative_attention_paged`.
+    This is the bound of the early stop at the window's end, for all older keys of the row. It computes the whole map
+    of the window. The arguments are those of `threshold_relative_attention_paged`.
     """
     options = AttentionOptions.resolve(
         query.shape[-1], query.dtype, None, threshold, score_bound, 0.0, tolerance, margin

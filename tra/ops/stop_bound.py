@@ -15,10 +15,10 @@ def log_remaining_weight(
     largest_score: Tensor,
     margin_threshold: float | None = None,
 ) -> Tensor:
-    """Return the logarithm of the most that `keys_left` further keys can weigh, all with distances above `count`.
+    """Return the logarithm of the largest weight of `keys_left` further keys, all with distances above `count`.
 
     Args:
-        margin_threshold: With a margin, the threshold: scores of keys that stay without counting are at most that.
+        margin_threshold: With a margin, the threshold, which bounds scores of keys that stay without counting.
     """
     terms = torch.where(log_forget == 0, keys_left, torch.expm1(log_forget * keys_left) / torch.expm1(log_forget))
     if margin_threshold is not None:
@@ -29,14 +29,14 @@ def log_remaining_weight(
 
 
 class OlderKeys(NamedTuple):
-    """Keys of a row that are not in a call, because another call reads them."""
+    """Older keys of a row that this call doesn't have, because another call reads them."""
 
-    number: int  # of them, or more
-    largest: Tensor  # [N]: the largest of `key_bounds` of them and of the keys in the call
+    number: int  # at least as many as there are
+    largest: Tensor  # [N]: largest of `key_bounds`, over these keys and those of the call
 
 
 class RemainingScores:
-    """The largest score that a row can have left of a key block. NaN, which stops no walk, where a NaN is left.
+    """A bound on the scores that a row can have left of a key block. It is NaN, which stops no walk, if a NaN is there.
 
     Args:
         keys: `[N, T, D]`, T whole blocks of `block` keys.
@@ -68,9 +68,9 @@ class RemainingScores:
 
 
 def key_bounds(keys: Tensor, values: Tensor, score_bound: float | None) -> Tensor:
-    """Return what bounds the scores with each key, `[N, T, D]` -> `[N, T]`: its norm, or the promised bound.
+    """Return a bound on the scores with each key, `[N, T, D]` -> `[N, T]`: its norm, or the promised bound.
 
-    NaN where a key or its value has one.
+    It is NaN where a key or its value has a NaN.
     """
     if score_bound is None:
         bounds = euclidean_norms(keys)
@@ -80,7 +80,7 @@ def key_bounds(keys: Tensor, values: Tensor, score_bound: float | None) -> Tenso
 
 
 def score_factor(width: int, dtype: torch.dtype, device: torch.device, scale: float) -> float:
-    """Return by how much a computed score can exceed the product of the norms: the scale and D roundings."""
+    """Return the largest ratio of a computed score to the product of the norms: the scale, and D roundings."""
     return abs(scale) * (1 + (width + 2) * _product_epsilon(dtype, device))
 
 

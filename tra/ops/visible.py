@@ -34,9 +34,9 @@ def visible_keys(query: Tensor, key: Tensor, key_mask: Tensor | None, key_length
 
 
 class PagedKeys(NamedTuple):
-    """Keys and values in pages; logical page l of row b is `table[b, l % N]`. Queries stand at the end of the keys.
+    """Keys and values in pages. Logical page l of row b is `table[b, l % N]`; queries stand at the end of the keys.
 
-    Positions are of int64 and count all tokens that a row has had. Kernels receive smaller numbers of int32.
+    Positions are int64, and count all tokens that a row has had. Kernels get smaller numbers as int32.
     """
 
     key: Tensor  # [P, Hkv, page, D]
@@ -47,11 +47,11 @@ class PagedKeys(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Keys that fit the table."""
+        """Number of keys that fit the table."""
         return self.table.shape[1] * self.key.shape[2]
 
     def most_keys(self, n_queries: int) -> int | None:
-        """Return how many keys lie between the first and the last that queries may see; None is all from key 0 on."""
+        """Return the number of keys from the first to the last that queries may see; None is all, from key 0 on."""
         return None if self.window is None else min(self.capacity, self.window + n_queries - 1)
 
     def positions(self, n_queries: int) -> Tensor:
@@ -60,7 +60,7 @@ class PagedKeys(NamedTuple):
         return self.lengths.long()[:, None] - n_queries + index
 
     def first_keys(self, last: Tensor) -> Tensor:
-        """Return the first key that queries at positions `last` may see: in the window, and not written over."""
+        """Return the first key that queries at positions `last` may see: in the window, and not overwritten."""
         first = (self.lengths.long()[:, None] - self.capacity).clamp(min=0)
         return first.expand_as(last) if self.window is None else torch.maximum(first, last - (self.window - 1))
 
@@ -76,7 +76,7 @@ class PagedKeys(NamedTuple):
         return first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
 
     def newest_pages(self, n_queries: int) -> tuple[Visible, Callable[[int], tuple[Tensor, Tensor]], int]:
-        """Return the pages that queries may see, counted so that the newest page of every row is the last.
+        """Return the pages that queries may see, numbered so that the newest page of every row is the last.
 
         Returns:
             The visible range; a function that returns keys and values `[B, Hkv, end - start, ·]` from `start` on, a

@@ -1,7 +1,7 @@
-"""What could see or change a call of an operator besides PyTorch's plain autograd.
+"""Find out whether anything besides plain autograd could see or change a call of an operator.
 
-PyTorch has no public functions for most of these. Where a version lacks one of the names below, everything counts as
-watched, and calls go through the dispatcher, which is always right.
+PyTorch has no public functions for most of this. If a version lacks one of the names below, every call counts as
+watched, and goes through the dispatcher, which is always right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tra.ops.forward_mode import in_forward_mode
 
 
 def _questions() -> tuple[Callable[[], Any], ...]:
-    """Return functions without arguments whose results are false where nothing of their kind is active."""
+    """Return functions without arguments, each of which returns something false if no watcher of its kind is active."""
     native: Any = torch._C
     hooks = native._autograd._top_saved_tensors_default_hooks
     transforms = native._functorch.peek_interpreter_stack
@@ -39,5 +39,5 @@ except (AttributeError, KeyError):
 
 
 def nothing_watches() -> bool:
-    """Return whether only plain autograd would see a call of an operator."""
+    """Return whether nothing but plain autograd would see a call of an operator."""
     return not any(active() for active in _QUESTIONS)

@@ -1,7 +1,6 @@
-"""Find runs that broke down in training: their loss ended far above its best, so their results tell of an accident.
+"""Find runs that broke down in training: their loss ended far above its best, so their results say little.
 
-It is told from metrics.jsonl alone. Means over a fiftieth of the log's lines stand for the
-best loss and for the last.
+Only metrics.jsonl is read. The best and the last loss are means over a fiftieth of the log's lines.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from tra.report.names import name_of
 from tra.report.runs import EvaluatedRun
 
 LOST = 0.25
-"""Share of the fall of the loss, from the first line of the log to the best, that a run which broke down has lost."""
+"""Share of the loss's fall, from the first line of the log to the best, that a run which broke down has lost again."""
 
 MIN_LINES = 4
-"""Lines of a log from which on anything is told."""
+"""Fewest lines of a log in which a breakdown can be found."""
 
 MARK = "†"
 
@@ -35,7 +34,7 @@ class Breakdown(NamedTuple):
 
 
 def breakdown(run: EvaluatedRun) -> Breakdown | None:
-    """Return how a run broke down, if it did."""
+    """Return how a run broke down; None if it didn't."""
     losses = [(row["step"], float(row.get("loss") or math.nan)) for row in run.metrics]
     finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]
     if len(finite) < MIN_LINES:
@@ -50,7 +49,7 @@ def breakdown(run: EvaluatedRun) -> Breakdown | None:
 
 
 def mark(runs: Iterable[EvaluatedRun]) -> str:
-    """Return what follows the name of runs of which some broke down: ` †`, else nothing."""
+    """Return ` †` to follow the name of runs if one of them broke down, else an empty text."""
     return f" {MARK}" if any(breakdown(run) for run in runs) else ""
 
 

@@ -86,7 +86,7 @@ def comparison_text(runs: Sequence[EvaluatedRun], notes: str = "") -> str:
 
 
 def _over_seeds(groups: Groups, splits: Sequence[str], header: Sequence[str]) -> list[str]:
-    """Return the spread over seeds, and tests of the first variant's mean against every other's."""
+    """Return lines on the spread over seeds, and on tests of the first variant's mean against every other's."""
     names = list(groups)
     seeds = min(len(group) for group in groups.values())
     if seeds < 2 or len(names) < 2:
@@ -131,9 +131,9 @@ def _check_alike(runs: Sequence[EvaluatedRun], groups: Groups) -> None:
 
 
 def _diagnosis_rows(groups: Groups, splits: Sequence[str], measures: dict[str, str]) -> list[list[str]]:
-    """Return a row per variant that has any of the measures, with the means of all that it has by test set.
+    """Return a row for each variant that has any of the measures, with its means by test set.
 
-    `measures` says how the number of each name in diagnose.jsonl is written.
+    `measures` has the format of the number of each name in diagnose.jsonl.
     """
     rows = []
     for variant, group in groups.items():

@@ -32,7 +32,7 @@ SHARED_AXES: Any = {"sharex": True, "sharey": "row", "layout": "constrained"}
 PERPLEXITY_TICKS = (10, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000, 2000)
 
 Curves = dict[str, Curve]
-"""By variant, in the order of tables."""
+"""Curves by variant, in the order of tables."""
 
 
 def exact_curves(runs: Sequence[EvaluatedRun]) -> Curves:
@@ -67,10 +67,10 @@ def _curves(runs: Sequence[EvaluatedRun], curve_of: Any) -> Curves:
 
 
 def draw_by_length(measures: dict[str, Curves], trained_at: int, marks: dict[str, str], path: Path) -> None:
-    """Draw a row of panels per measure; a dotted line marks the length that was trained on.
+    """Draw a row of panels for each measure. A dotted line marks the trained length.
 
     Args:
-        marks: Of variants that broke down in training, which follow their names.
+        marks: Marks behind the names of variants that broke down in training.
     """
     variants = list(dict.fromkeys(variant for curves in measures.values() for variant in curves))
     groups, lines = style.split_into_panels(variants), style.line_styles(variants, marks)

@@ -20,7 +20,7 @@ Runs = Sequence[EvaluatedRun]
 
 
 class Level(NamedTuple):
-    """What runs reach at one point."""
+    """The mean of runs at one point, and its range."""
 
     mean: float
     low: float

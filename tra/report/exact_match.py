@@ -22,7 +22,7 @@ def draw_exact_match(
 ) -> None:
     """Draw each variant's rows of eval.jsonl with 95 % intervals, and a line before test sets longer than the first.
 
-    All have the same splits in the same order. `marks` are those of variants that broke down in training.
+    All variants have the same splits in the same order. `marks` are for variants that broke down in training.
     """
     shown = next(iter(results.values()))
     lengths = [row["longest"] for row in shown]
@@ -53,7 +53,7 @@ def draw_exact_match(
 
 
 def _bar_text(row: Mapping[str, Any]) -> str:
-    """Return exact match as it stands over a narrow bar: `.824`, and more digits if three would say 0 or 1."""
+    """Return exact match as the text over a narrow bar: `.824`, with more digits if three would read 0 or 1."""
     exact = row["exact"]
     if exact in (0, 1):
         return f"{exact:.0f}"

@@ -13,7 +13,7 @@ from tra.report.runs import EvaluatedRun, Problem
 
 _HABITS = ("seed", "compile", "log_every", "checkpoint_every")
 _IN_NAMES = ("model.mechanism", "model.arguments.", "model.threshold", "model.margin")
-"""Settings that the name of a variant tells."""
+"""Settings that are part of a variant's name."""
 
 MAY_DIFFER = ("task.", "evaluate.", "version", *(f"train.{name}" for name in _HABITS), *_IN_NAMES)
 """Settings in which runs of one group may differ: they don't change what is learnt, or are compared elsewhere."""

@@ -22,7 +22,7 @@ KEPT_MEASURES = {"kept": "share of keys kept", "counted": "share of keys counted
 
 
 class Heads(NamedTuple):
-    """A measure of a variant. Seeds stand below each other: there is no mean, as heads have no order."""
+    """A measure of a variant. Seeds are shown below each other, without a mean, because heads have no order."""
 
     length: int  # of the sequences
     layers: list[str]
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 
 
 def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
-    """Return measures by variant at the greatest length that was diagnosed, where they were measured."""
+    """Return the measures of each variant that has them, at the greatest length that was diagnosed."""
     found: dict[str, dict[str, Heads]] = {}
     for measure in MEASURES:
         for variant, group in by_variant(runs).items():
@@ -49,9 +49,9 @@ def head_grids(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, Heads]]:
 
 
 def kept_curves(runs: Sequence[EvaluatedRun]) -> dict[str, dict[str, list[Curve]]]:
-    """Return the share of keys kept against length, and of keys that count as distance where a run has a margin.
+    """Return the share of keys kept by length and, if a run has a margin, of keys that count as distance.
 
-    By measure and variant, a curve per layer, means over heads and seeds.
+    There is a curve for each measure, variant and layer: means over heads and seeds.
     """
     measures = ["kept", *(["counted"] if any(settings_of(run.variant)[1] for run in runs) else [])]
     found = {measure: _curves_by_layer(runs, measure) for measure in measures}
@@ -71,7 +71,7 @@ def _curves_by_layer(runs: Sequence[EvaluatedRun], measure: str) -> dict[str, li
 
 
 def draw_heads(grids: dict[str, dict[str, Heads]], path: Path) -> None:
-    """Draw a row of panels per measure, a panel per variant, with a number per head."""
+    """Draw a row of panels for each measure, with a panel for each variant and a number for each head."""
     columns = max(len(grid) for grid in grids.values())
     tall, wide = np.max([heads.values.shape for grid in grids.values() for heads in grid.values()], axis=0)
     size = (0.9 + columns * max(1.7, 0.42 * wide + 0.6), len(grids) * (0.9 + 0.24 * tall))
@@ -108,7 +108,7 @@ def _draw_grid(axes: Any, heads: Heads, low: float, high: float) -> None:
 
 
 def draw_kept(measures: dict[str, dict[str, list[Curve]]], path: Path) -> None:
-    """Draw a row of panels per measure, a panel per variant, with a line per layer."""
+    """Draw a row of panels for each measure, with a panel for each variant and a line for each layer."""
     variants = list(dict.fromkeys(variant for found in measures.values() for variant in found))
     every = [curve for found in measures.values() for curves in found.values() for curve in curves]
     lengths = sorted({length for curve in every for length in curve.x})

@@ -1,7 +1,7 @@
 """Draw the attention of runs on one sequence: a panel per layer and head, runs side by side.
 
-White is a key that left the softmax, grey one that comes later; a small frame is a key that stays without counting as
-distance. A frame around a row is a query at which an answer is due, a cross one that keeps no key at all.
+White is a key that left the softmax, grey is a later key, and a small frame is a key that stays without counting as
+distance. A frame around a row is a query at which an answer is due; a cross is a query that keeps no key.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from matplotlib.colors import ListedColormap, PowerNorm, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+from tra.report.head_ranking import CRITERION, top_heads
 from tra.report.names import name_of
 from tra.report.style import save, styled
-from tra.report.telling import CRITERION, most_telling
 from tra.runs import AttentionMaps, weights_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -59,16 +59,16 @@ class Panel(NamedTuple):
 
 
 def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Panel]:
-    """Return the panels and their places: a row per layer, and a column per head of the first run, then of the next.
+    """Return the panels and their places: a row for each layer, and a column for each head of each run.
 
-    Of a run with more than `most` heads in all, the most telling ones stand in one row.
+    A run with more than `most` heads in all has its top heads, in one row.
     """
     result, before = [], 0
     for run, maps in enumerate(found):
         later = maps.columns > maps.rows[:, None]
         due = np.flatnonzero(np.isin(maps.rows, maps.marked)).tolist()
         is_chosen = most is not None and len(maps.layers) * len(maps.heads) > most
-        shown = most_telling(maps, most) if is_chosen and most else list(np.ndindex(len(maps.layers), len(maps.heads)))
+        shown = top_heads(maps, most) if is_chosen and most else list(np.ndindex(len(maps.layers), len(maps.heads)))
         for place, (row, column) in enumerate(shown):
             at_row, at_column = (0, before + place) if is_chosen else (row, before + column)
             null = np.flatnonzero(maps.null[row, column]).tolist()
@@ -79,13 +79,11 @@ def panels(found: Sequence[AttentionMaps], most: int | None = None) -> list[Pane
     return result
 
 
-def draw_attention(
-    found: Sequence[AttentionMaps], path: Path, names: Sequence[str] = (), most: int | None = None
-) -> None:
-    """Draw the maps of runs that looked at the same window of the same sequence, under the mechanisms by default.
+def draw_attention(found: Sequence[AttentionMaps], path: Path, most: int | None = None) -> None:
+    """Draw the maps of runs on the same window of the same sequence, each under its mechanism's name.
 
     Args:
-        most: Heads of each run to draw, the most telling ones; all by default.
+        most: Largest number of heads of each run to draw, chosen by `top_heads`; all by default.
     """
     check_figure(path)
     first = found[0]
@@ -97,7 +95,7 @@ def draw_attention(
     title = first.title
     if most is not None and n_heads > most:
         title += f". Of {n_heads} heads the {most} with the {CRITERION}"
-    names = names or [name_of(maps.mechanism) for maps in found]
+    names = [name_of(maps.mechanism) for maps in found]
     n_rows, n_columns = (1 + max(getattr(panel, way) for panel in drawn) for way in ("row", "column"))
     tall, wide = drawn[0].weights.shape
     cell = min(0.11, MAX_INCHES / (n_columns * wide), MAX_INCHES / (n_rows * tall))

@@ -55,7 +55,7 @@ def write_language(runs: Sequence[EvaluatedRun], out: Path) -> list[Path]:
 
 
 def losses_by_position(runs: Sequence[EvaluatedRun], text: str) -> dict[str, Positions]:
-    """Return the loss by position in POSITIONS_WINDOW, of the first seed of each variant that was read so."""
+    """Return the loss by position in POSITIONS_WINDOW, for the first seed of each variant that has it."""
     found: dict[str, Positions] = {}
     for variant, group in by_variant(runs).items():
         for run in group:
@@ -137,9 +137,9 @@ def _perplexity_table(curves: Curves) -> list[str]:
 
 
 def _ratios(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return a table per text of perplexities over that of TRA, where both were measured on the same documents.
+    """Return a table for each text of perplexities relative to TRA's, if measured on the same documents.
 
-    Of several variants of TRA it is the first that the others are compared with.
+    With several variants of TRA, all are compared with the first.
     """
     groups = by_variant(runs)
     base = next((variant for variant in groups if mechanism_of(variant) == "tra"), None)
@@ -176,9 +176,9 @@ def _positions(runs: Sequence[EvaluatedRun]) -> list[str]:
 
 
 def _heads_of_tra(runs: Sequence[EvaluatedRun]) -> list[str]:
-    """Return a table per text and window of what TRA's layers keep, how far they look, and what has to be read.
+    """Return tables of what TRA's layers keep, how far they look, and what has to be read, by text and window.
 
-    It is of the first run of each variant of TRA that was diagnosed.
+    They are of the first run of each variant of TRA that was diagnosed.
     """
     groups = {v: group for v, group in by_variant(runs).items() if mechanism_of(v) == "tra"}
     found = [next((run for run in group if run.diagnosis), None) for group in groups.values()]

@@ -12,7 +12,7 @@ TEACHER_FORCED = (
     "Every symbol is predicted from the right ones before it (teacher-forced). A sequence without an error is one that "
     "greedy generation gets right too; for shares of symbols that doesn't hold."
 )
-"""What exact match means, below every table of it."""
+"""The meaning of exact match, for below its tables."""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -32,7 +32,7 @@ NAMES = {mechanism: name for mechanism, (name, _) in _MECHANISMS.items()}
 COLOURS = {mechanism: colour for mechanism, (_, colour) in _MECHANISMS.items()}
 
 UNKNOWN_COLOUR = "#7F7F7F"
-"""The colour of a mechanism that is not one of ours."""
+"""Colour of a user's mechanism."""
 
 _VIOLET = "#8E24AA"
 
@@ -42,7 +42,7 @@ FAILURES = {
     "reversed_kept": "the same, of pairs that are both kept",
     "lifted": "pairs in which a key of negative content stands above one of positive content",
 }
-"""What goes wrong in attention, by the names that diagnose.jsonl has."""
+"""Descriptions of the failures of attention, by their names in diagnose.jsonl."""
 
 
 TASK_SENTENCES = {
@@ -63,21 +63,21 @@ def task_sentence(task: str) -> str:
 
 
 def name_of(variant: str) -> str:
-    """Return what people call a variant: `TRA`, `TRA, margin ∞`. A mechanism that is not one of ours keeps its name."""
+    """Return the name of a variant for people: `TRA`, `TRA, margin ∞`. A user's mechanism keeps its name."""
     mechanism = mechanism_of(variant)
     settings = variant[len(mechanism) :].replace("-", "−").replace("inf", "∞")
     return NAMES.get(mechanism, mechanism) + settings
 
 
 def table_order(variants: Iterable[str]) -> list[str]:
-    """Return variants in the order of tables: by mechanism, ours first, then by threshold and margin."""
+    """Return variants in the order of tables: by mechanism, built-in ones first, then by threshold and margin."""
     found = list(dict.fromkeys(variants))
     mechanisms = [*NAMES, *map(mechanism_of, found)]
     return sorted(found, key=lambda variant: (mechanisms.index(mechanism_of(variant)), settings_of(variant)))
 
 
 def colours_of(variants: Iterable[str]) -> dict[str, str]:
-    """Return a colour for each variant: a mechanism's own for its first, and shades of violet for the others."""
+    """Return a colour for each variant: its mechanism's colour for the first, shades towards violet for the others."""
     by_mechanism: dict[str, list[str]] = {}
     for variant in table_order(variants):
         by_mechanism.setdefault(mechanism_of(variant), []).append(variant)
@@ -89,7 +89,7 @@ def colours_of(variants: Iterable[str]) -> dict[str, str]:
 
 
 def _mixed(colour: str, share: float) -> str:
-    """Return a colour with a share of violet."""
+    """Return a colour mixed with a share of violet."""
     pairs = ((int(colour[at : at + 2], 16), int(_VIOLET[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round(own + share * (violet - own)):02X}" for own, violet in pairs)
 

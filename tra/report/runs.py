@@ -30,7 +30,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedRun:
-    """What reports know of a run."""
+    """The files of an evaluated run, as reports read them."""
 
     config: dict[str, Any]
     sessions: list[dict[str, Any]]
@@ -50,12 +50,12 @@ class EvaluatedRun:
 
     @property
     def variant(self) -> str:
-        """What is compared: the mechanism, with its threshold and margin where these are not 0."""
+        """The mechanism, with its threshold and margin if these are not 0. Variants are what is compared."""
         return variant_of(self.config["model"])
 
     @property
     def code(self) -> str:
-        """Which files of one's own the run was trained with: `mine.py 01234567`; empty for built-in names."""
+        """The user's files that the run was trained with, such as `mine.py 01234567`; empty for built-in names."""
         return ", ".join(
             f"{source} {version[:8]}" for source, version in sorted(self.config.get("imports", {}).items())
         )
@@ -208,7 +208,7 @@ def _check_config(config: Any) -> None:
         part = config.get(section) if isinstance(config, dict) else None
         if not isinstance(part, dict) or not isinstance(part.get(key), kind):
             raise ValueError(f"config.json is damaged: no {section}.{key}")
-    for key in ("threshold", "margin"):  # which configs of former versions don't have
+    for key in ("threshold", "margin"):  # missing from configs of former versions
         value = config["model"].get(key, 0)
         if not is_finite(value) and (key, value) != ("margin", "inf"):
             raise ValueError(f"config.json is damaged: model.{key} is not a number")

@@ -1,6 +1,6 @@
-"""Give all figures one style: colour-blind safe, and each mechanism the same colour, marker and line everywhere.
+"""Give all figures one colour-blind safe style, in which a mechanism always has the same colour, marker and line.
 
-Further variants of a mechanism in a figure, such as TRA with a margin, have others.
+A second variant of a mechanism in the same figure, such as TRA with a margin, has its own style.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS: Any = {
 }
 
 BROKE_DOWN = "† broke down in training: the loss ended far above its best"
-"""The footnote of a figure with runs that did."""
+"""Footnote of a figure that has such runs."""
 
 MAX_LINES = 6
 """Mechanisms in one panel, beyond which there are several panels."""
@@ -103,9 +103,9 @@ def legend_above(axes: Any, columns: int = 1, **handles: Any) -> None:
 
 
 def line_styles(variants: Iterable[str], marks: Mapping[str, str] = MappingProxyType({})) -> dict[str, dict[str, Any]]:
-    """Return how the line of each variant is drawn, and its label. Variants of one mechanism differ in all of it.
+    """Return the style and label of each variant's line. Variants of one mechanism differ in every property.
 
-    Of lines in one place all show: the later one is thinner and, but for TRA's first, has gaps.
+    Lines that lie on top of each other all stay visible: later ones are thinner, and all but TRA's first have gaps.
     """
     variants = table_order(variants)
     colours, counts = colours_of(variants), _counts(variants)
@@ -128,7 +128,7 @@ def line_styles(variants: Iterable[str], marks: Mapping[str, str] = MappingProxy
 
 
 def bar_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return how bars are drawn. The paper's rivals, and variants of one mechanism, differ in pattern."""
+    """Return the style of each variant's bars. The paper's rivals, and variants of one mechanism, differ in pattern."""
     variants = table_order(variants)
     colours, counts = colours_of(variants), _counts(variants)
     order = ["tra", "rope", "forgetting", "cope"]
@@ -142,7 +142,7 @@ def bar_styles(variants: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _counts(variants: Sequence[str]) -> dict[str, int]:
-    """Return how many variants of the same mechanism stand before each."""
+    """Return how many variants of the same mechanism come before each variant."""
     mechanisms = [mechanism_of(variant) for variant in variants]
     return {variant: mechanisms[:place].count(mechanisms[place]) for place, variant in enumerate(variants)}
 
@@ -153,7 +153,7 @@ def _number(variant: str) -> int:
 
 
 def split_into_panels(variants: Sequence[str]) -> list[list[str]]:
-    """Return the variants of each panel: all in one, or where they are many four each, with TRA to compare with."""
+    """Return the variants of each panel: all in one panel, or many in panels of four, each with TRA to compare with."""
     if len(variants) <= MAX_LINES:
         return [list(variants)]
     panels = [list(variants[first : first + 4]) for first in range(0, len(variants), 4)]

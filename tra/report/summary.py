@@ -14,7 +14,7 @@ from tra.runs import exact_text, length_text, write_atomically
 
 
 def write_summary(runs_read: Sequence[EvaluatedRun], out: Path) -> list[Path]:
-    """Write README.md, with notes.md taken in, and the figures, and return their paths."""
+    """Write README.md, which includes notes.md, and the figures. Return their paths."""
     runs = {run.variant: run for run in runs_read}
     out.mkdir(parents=True, exist_ok=True)
     readme, exact = out / "README.md", out / "exact-match.png"

@@ -4,7 +4,16 @@ Needs no torch: a report, or a script over many runs, starts at once.
 """
 
 from tra.runs.attention_file import LEVELS, AttentionMaps, read_attention, weights_of
+from tra.runs.calibration_file import (
+    STATISTICS,
+    Calibration,
+    check_replaceable,
+    model_identity,
+    read_windows,
+    write_windows,
+)
 from tra.runs.environment import environment
+from tra.runs.extensions import ChangedFileWarning, import_file, import_named, register
 from tra.runs.files import (
     TEMPORARY,
     UNREADABLE_ARRAYS,
@@ -16,9 +25,9 @@ from tra.runs.files import (
     write_atomically,
 )
 from tra.runs.folder import SHIPPED, RunFolder
+from tra.runs.former_names import RENAMED_PARAMETERS, rename_parameters
 from tra.runs.intervals import bootstrap_interval, permutation_p, perplexity_ratio, wilson_interval
 from tra.runs.locks import LOCK, LockedError, folder_lock
-from tra.runs.own_files import ChangedFileWarning, import_file, import_named, register
 from tra.runs.replacing import (
     clear_folder_beside,
     locked_folder_beside,
@@ -29,18 +38,11 @@ from tra.runs.replacing import (
 from tra.runs.row_checks import is_finite, row_problem
 from tra.runs.rows import exact_digits, exact_text, length_text, mean_over_heads, put_row, read_rows, write_rows
 from tra.runs.variants import mechanism_of, settings_of, variant_of
-from tra.runs.windows_file import (
-    STATISTICS,
-    Calibration,
-    check_replaceable,
-    model_identity,
-    read_windows,
-    write_windows,
-)
 
 __all__ = [
     "LEVELS",
     "LOCK",
+    "RENAMED_PARAMETERS",
     "SHIPPED",
     "STATISTICS",
     "TEMPORARY",
@@ -78,6 +80,7 @@ __all__ = [
     "register",
     "remove_stale_files",
     "remove_unlocked_folder",
+    "rename_parameters",
     "replace_folder",
     "row_problem",
     "settings_of",

@@ -38,11 +38,9 @@ class AttentionMaps(NamedTuple):
     weights: npt.NDArray[np.uint8]  # [L, H, R, C]: 0 is not seen or dropped, 1 … 64 by the square root
     content: npt.NDArray[np.float16]  # [L, H, R, C]: scores before position, 0 where a key is not seen
     distances: npt.NDArray[np.uint16]  # [L, H, R, C]: n_ij of TRA, else i - j + 1; 0 where not kept
-    uncounted: npt.NDArray[
-        np.bool_
-    ]  # [L, H, R, C]: keys inside TRA's margin, which are kept and don't count as distance
+    uncounted: npt.NDArray[np.bool_]  # [L, H, R, C]: keys inside TRA's margin, which stay without counting as distance
     null: npt.NDArray[np.bool_]  # [L, H, R]: queries that keep no key of the whole sequence, shown or not
-    mechanism: str  # with threshold and margin, as `variant_of` names it
+    mechanism: str  # with its threshold and margin, as named by `variant_of`
     title: str
 
 

@@ -37,7 +37,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the CPU's model name; its architecture where the system doesn't tell. Results on a CPU vary with it."""
+    """Return the CPU's model name, or its architecture if the name is unknown. Results on a CPU depend on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Put failures of the machine into one line: missing packages and files, memory that runs out."""
+"""Explain failures of the machine in one line: missing packages and files, too little memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def explain_failure(error: BaseException) -> str | None:
 def pip_install(requirement: str) -> str:
     """Return the command that adds a package to this Python, however this package was installed.
 
-    It names what is missing itself: an extra of this package would install this package anew, in place of a checkout.
+    It names the missing package, not an extra of this package, which would replace a checkout by a new installation.
     """
     return shlex.join([sys.executable, "-m", "pip", "install", requirement])
 

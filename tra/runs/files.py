@@ -33,7 +33,7 @@ UNREADABLE_ARRAYS = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What NumPy raises on damaged .npy and .npz files: headers are Python literals, archives are zip files."""
+"""Errors that NumPy raises on damaged .npy and .npz files, whose headers are Python literals and archives zip files."""
 
 
 @contextlib.contextmanager

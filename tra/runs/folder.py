@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tra.runs.environment import environment
+from tra.runs.extensions import ChangedFileWarning
 from tra.runs.files import TEMPORARY, remove_stale_files, write_atomically
+from tra.runs.former_names import rename_parameters
 from tra.runs.locks import LOCK, folder_lock
-from tra.runs.own_files import ChangedFileWarning
 from tra.runs.replacing import clear_folder_beside, clear_folders_beside, locked_folder_beside, replace_folder
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class RunFolder:
         model = run.load_model()  # a tra.Decoder, in evaluation mode
         task = run.config().task.build()
 
-    A run of a mechanism or task of one's own needs its file first: `tra.import_file("mine.py")`.
+    A run with your own mechanism or task needs its file first: `tra.import_file("mine.py")`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +160,7 @@ class RunFolder:
         write_atomically(self.environment_file, json.dumps({"sessions": sessions}, indent=2) + "\n")
 
     def save_weights(self, model: Decoder | dict[str, torch.Tensor], step: int) -> None:
-        """Write the trained weights, of a model or by name, and the step that they are from."""
+        """Write trained weights, given as a model or by name, and their step."""
         from tra.training.checkpoint import save_tensors
 
         tensors = model if isinstance(model, dict) else dict(model.state_dict())
@@ -169,7 +170,7 @@ class RunFolder:
         """Return the trained weights by today's names. A ValueError if they are damaged, or don't fit the config."""
         import torch
 
-        from tra.model import Decoder, rename_parameters
+        from tra.model import Decoder
         from tra.training.checkpoint import DamagedError, fits, load_tensors
 
         try:
@@ -185,7 +186,7 @@ class RunFolder:
     def load_model(self, device: torch.device | str = "cpu") -> Decoder:
         """Return the trained decoder, in float32 and evaluation mode.
 
-        Warns if the mechanism's or the task's file is another now than in training.
+        Warns if the file of the mechanism or of the task has changed since training.
         """
         from tra.model import Decoder
 

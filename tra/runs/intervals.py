@@ -56,9 +56,9 @@ def perplexity_ratio(documents: npt.NDArray[np.float64], others: npt.NDArray[np.
 
 
 def permutation_p(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return how likely two groups of seeds differ in their means by chance as much as they do, two-sided and exact.
+    """Return p of an exact two-sided permutation test: that the means of two groups of seeds differ by chance alone.
 
-    It is the share of all ways to divide the values into two groups of these sizes whose means differ at least as much
+    It is the share of all ways to divide the values into groups of these sizes whose means differ at least as much
     (Fisher 1935). With 4 seeds each it can't be below 2 / 70 = 0.029, with 3 each not below 0.1.
     """
     if not one or not other:
@@ -70,6 +70,6 @@ def permutation_p(one: Sequence[float], other: Sequence[float]) -> float:
         first = math.fsum(chosen)
         return abs(first / size - (total - first) / len(other))
 
-    least = difference(one) * (1 - 1e-12)  # sums in another order round differently
+    least = difference(one) * (1 - 1e-12)  # sums in another order may round differently
     divisions = [difference(chosen) >= least for chosen in combinations(values, size)]
     return sum(divisions) / len(divisions)

@@ -1,4 +1,4 @@
-"""Let one process at a time write to a run folder."""
+"""Lock a run folder, so that one process at a time writes to it."""
 
 from __future__ import annotations
 

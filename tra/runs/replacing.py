@@ -24,11 +24,11 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 def locked_folder_beside(folder: Path, doing: str, done: str) -> Iterator[Path]:
     """Yield an empty, locked folder beside `folder`, to build its content in and move it from there.
 
-    What a killed process left there is removed first. The folder itself is removed at the end.
+    Files that a killed process left there are removed first. The folder itself is removed at the end.
 
     Args:
-        doing: Ends the name of the folder, as in "preparing".
-        done: Tells a second process why it is refused, as in "prepared".
+        doing: End of the folder's name, such as "preparing".
+        done: Word for the error of a second process, such as "prepared".
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     place = _place_beside(folder, doing)
@@ -58,7 +58,7 @@ def clear_folder_beside(folder: Path, doing: str) -> None:
 
 
 def clear_folders_beside(parent: Path, *doing: str) -> None:
-    """Do what `clear_folder_beside` does for every folder that is, or was to be, in `parent`."""
+    """Call `clear_folder_beside` for every folder in `parent`, also for those that were never finished."""
     for word in doing:
         for place in parent.glob(f".*.{word}"):
             clear_folder_beside(parent / place.name[1 : -len(word) - 1], word)
@@ -66,7 +66,7 @@ def clear_folders_beside(parent: Path, *doing: str) -> None:
 
 @contextlib.contextmanager
 def new_locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a new, locked folder in `parent`, whose name nobody can foresee. It is removed at the end."""
+    """Yield a new, locked folder in `parent`, whose name can't be guessed. It is removed at the end."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with _locked(folder) as is_ours:
@@ -140,7 +140,7 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step, and return whether this system can."""
+    """Swap two folders in one step; return whether this system can do that."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):

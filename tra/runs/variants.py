@@ -1,4 +1,4 @@
-"""Name what is compared: a mechanism, with its arguments, and its threshold and margin where these are not 0."""
+"""Name variants: a mechanism, with its own arguments, and its threshold and margin if these are not 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def variant_of(model: Mapping[str, Any]) -> str:
     """Return the variant that a config's section `model` describes: `tra`, or `tra, threshold -1, margin inf`.
 
     A mechanism's own arguments follow its name: `mine.py:Windowed (window 8)`. Configs of former versions have no
-    arguments, and neither threshold nor margin, which then are 0.
+    arguments, threshold or margin; the last two are then 0.
     """
     variant: str = model["mechanism"]
     if arguments := model.get("arguments"):
@@ -45,5 +45,5 @@ def settings_of(variant: str) -> tuple[float, float]:
 
 def _parts(variant: str) -> dict[str, str | None]:
     match = _VARIANT.fullmatch(variant)
-    assert match is not None  # every text is a mechanism with nothing behind it
+    assert match is not None  # any text matches as a mechanism
     return match.groupdict()

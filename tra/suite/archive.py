@@ -48,7 +48,7 @@ def pack(out: Path, file: Path) -> int:
 
 
 def check_pack_target(file: Path) -> None:
-    """Refuse to write an archive over anything but an older archive of runs, or into a run folder."""
+    """Raise a ValueError for an archive in a run folder, or over anything but an older archive of runs."""
     full = file.resolve()
     for folder in full.parents:
         if (folder / "config.json").is_file():
@@ -80,7 +80,7 @@ def _files_to_pack(folder: Path) -> Iterator[Path]:
 
 
 class MergeResult(NamedTuple):
-    """What `merge` did with each run, by name."""
+    """The names of runs by what `merge` did with them."""
 
     taken: list[str]
     present: list[str]
@@ -93,8 +93,8 @@ class MergeResult(NamedTuple):
 def merge(sources: Sequence[Path], out: Path) -> MergeResult:
     """Copy the run folders of several sources (folders, or archives of `pack`) to `out`.
 
-    Of a cell that several sources have, the one with most progress is taken. A run that is in `out` already is never
-    changed: equal results are skipped, others are a conflict.
+    If several sources have a cell, the one with most progress is taken. A run that is already in `out` is never
+    changed: equal results are skipped, other results are a conflict.
     """
     with _private_folder(out) as temporary:
         parts = [_runs_of(source, temporary / str(number)) for number, source in enumerate(sources)]

@@ -1,6 +1,7 @@
 """Train and measure one cell, in a process of its own: `python -m tra.suite.cell FOLDER [DEVICE [SECONDS [FILE ...]]]`.
 
-"-" stands for no device and no limit in time. The files, of one's own, are imported first.
+"-" stands for no device and no limit in time. The files are the user's, and are imported first. If the environment has
+`TRA_PARENT`, the number of the process that started this one, the cell saves and ends when that process has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tra.suite.state import missing
 from tra.text.task import Text
 from tra.training import DiskFullError, NonFiniteError, Progress, pick_device, train
 
-LOCK_SECONDS = 20.0
+LOCK_SECONDS = 60.0
 """Time to wait for another process that still works on the cell, and may be saving."""
 
 
@@ -70,8 +71,8 @@ def _train_and_measure(run: RunFolder, device: torch.device, seconds: float | No
 
 
 def _end_with_parent() -> None:
-    """Save and stop when the process that started this one has ended."""
-    parent = os.getppid()
+    """Save and stop when the process that started this one has ended, perhaps before this is called."""
+    parent = int(os.environ.get("TRA_PARENT", os.getppid()))
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -20,7 +20,7 @@ CUT_OFF = 75
 
 
 class Report(NamedTuple):
-    """What has become of a cell."""
+    """The state of a cell."""
 
     name: str
     status: str  # "started", "done", "skipped", "failed", "cut off"
@@ -67,13 +67,14 @@ def start_cell(
     new_session: bool = False,
     imports: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start the process of a cell, which adds what it prints to log.txt of its folder.
+    """Start the process of a cell, whose output is appended to log.txt in its folder.
 
     Args:
-        imports: Files of one's own that the process imports first.
+        imports: The user's files that the process imports first.
     """
     command = [sys.executable, "-m", "tra.suite.cell", str(folder), device or "-"]
     command += ["-" if seconds is None else str(seconds), *imports]
+    environment = {**environment, "TRA_PARENT": str(os.getpid())}
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=new_session)
 

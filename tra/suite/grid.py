@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tra import unknown_name
 from tra.config import RunConfig, differences
-from tra.runs.own_files import execute, find, is_in_file
+from tra.runs.extensions import execute_file, find_extension, is_in_file
 
 Measure = Literal["exact", "perplexity", "cost", "rate", "solved"]
 
@@ -33,7 +33,7 @@ class Cell(NamedTuple):
     name: str
     config: RunConfig
     row: str = ""
-    """Row of the table, common to all seeds; by default the mechanism, as in `tra, margin 2`."""
+    """Row of the table, the same for all seeds; by default the variant, such as `tra, margin 2`."""
 
     @property
     def digest(self) -> str:
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     """Exact match by split, perplexity by text and window, milliseconds of a training step, or, by learning rate, the
     final loss or the share of seeds that solve the task."""
     note: str = ""
-    """What to know before reading the table."""
+    """A remark above the table."""
 
 
 Suite = dict[str, Part]
@@ -101,18 +101,18 @@ def cells_of(suite: Suite, only: Iterable[str] = ()) -> list[Cell]:
 
 
 def load_suite(name: str, known: dict[str, Callable[[], Suite]]) -> Suite:
-    """Return a suite by its name, the one that FILE.py:FUNCTION returns, or that of an installed package."""
+    """Return a suite by its name, by FILE.py:FUNCTION, or by the entry point of an installed package."""
     if name in known:
         return known[name]()
     if is_in_file(name):
         file, _, function = name.rpartition(":")
         if not Path(file).is_file():
             raise ValueError(f"there is no file {file}")
-        make_suite = getattr(execute(Path(file).resolve(), f"tra_own_suite_{Path(file).stem}"), function, None)
+        make_suite = getattr(execute_file(Path(file).resolve(), f"tra_own_suite_{Path(file).stem}"), function, None)
         if not callable(make_suite):
             raise ValueError(f"{file} has no function {function}")
     else:
-        make_suite = find("suite", name, known)
+        make_suite = find_extension("suite", name, known)
     suite = make_suite()
     if not isinstance(suite, dict) or not all(isinstance(part, Part) for part in suite.values()):
         raise ValueError(f"{name} must return a dict of Parts, got {type(suite).__name__}")

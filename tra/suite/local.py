@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs.own_files import paths
+from tra.runs.extensions import imported_paths
 from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
 from tra.suite.grid import Cell
 
@@ -73,7 +73,9 @@ def run_suite(
                     break
                 cell = waiting.pop(0)
                 reports.add(Report(cell.name, "started"))
-                process = start_cell(out / cell.folder, device, environment, left, imports=paths(cell.config.imports))
+                process = start_cell(
+                    out / cell.folder, device, environment, left, imports=imported_paths(cell.config.imports)
+                )
                 running.append(RunningCell(cell, process, time.monotonic()))
             time.sleep(POLL_SECONDS)
             tick()

@@ -1,7 +1,7 @@
 """Run a suite on a Ray cluster: cells are tasks that share GPUs, and are started again when their worker dies.
 
-All machines must see the folder that the cells work in, and files of one's own that they need, as over a network file
-system.
+All machines must see the folder that the cells work in, and the user's files that they need, for example over a network
+file system.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tra.runs.extensions import imported_paths
 from tra.runs.failures import pip_install
-from tra.runs.own_files import paths
 from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
 from tra.suite.grid import Cell
 
@@ -56,7 +56,9 @@ def run_on_ray(
         begun = time.monotonic()
         pending = {}
         for cell in waiting:
-            pending[task.remote(str(out / cell.folder), device, environment, paths(cell.config.imports))] = cell
+            pending[task.remote(str(out / cell.folder), device, environment, imported_paths(cell.config.imports))] = (
+                cell
+            )
             reports.add(Report(cell.name, "started"))
         while pending:
             ended, _ = ray.wait(list(pending), timeout=0.5)

@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """What is left to measure of a trained run: splits to evaluate and to diagnose, and windows of the text."""
+    """The measurements that a trained run still lacks: splits to evaluate and to diagnose, and windows of the text."""
 
     splits: list[str]
     diagnoses: list[str]

@@ -69,16 +69,18 @@ LANGUAGE_VARIANTS: dict[str, list[str]] = {
     "forgetting-norm": ["model.mechanism=forgetting", "model.qk_norm=true"],
     "cope": ["model.mechanism=cope"],
 }
-"""What `language-rates` compares, as changes to `wikitext-quick`."""
+"""Variants that `language-rates` compares, as changes to `wikitext-quick`."""
 
 LANGUAGE_RATES = (5e-4, 1e-3, 2e-3)
 
 
 def language_rates() -> Suite:
-    """The paper's language models in 1,500 steps, judged at the window they train on: rates, norms, blocks, gates.
+    """Return searches for the paper's language models: rates, norms, blocks and gates, in 1,500 steps.
 
-    What pre-norm runs showed (1e-3 is best for those without norm, slow gates gain nothing) isn't searched again with
-    the authors' block.
+    Models are compared at the window that they train on.
+
+    Results of pre-norm runs (1e-3 is best without norms, slow gates gain nothing) are not searched for again with the
+    authors' block.
     """
     data = ["task.arguments.data=data/enwiki2015", "train.steps=1500", "train.seed=100", "evaluate.windows=[128]"]
     rates = dict.fromkeys(("tra", "rope-norm", "forgetting-norm"), LANGUAGE_RATES) | {"cope": (2.5e-4, *LANGUAGE_RATES)}
@@ -123,7 +125,7 @@ def lengths() -> Suite:
 
 
 def lengths_rates() -> Suite:
-    """The same in 4,000 steps at three learning rates, from a seed that `lengths` doesn't use."""
+    """Return the tasks of `lengths` at three learning rates, in 4,000 steps, with a seed that `lengths` doesn't use."""
     return {
         task: Part(
             [
@@ -140,7 +142,7 @@ def lengths_rates() -> Suite:
 def _search_cell(
     task: str, name: str, changes: Sequence[str], rate: float, seed: int, steps: int, examples: int
 ) -> Cell:
-    """Return a run of a search for learning rates: short, and hardly measured, as its training loss says enough."""
+    """Return a cell of a search for learning rates: short and hardly evaluated, as only its training loss is used."""
     short = [f"train.steps={steps}", f"train.seed={seed}", f"evaluate.examples={examples}", 'evaluate.splits=["iid"]']
     return Cell(f"{task}-{name}-{rate}", preset(task).override([*short, *changes, f"optim.lr={rate}"]))
 
@@ -155,9 +157,9 @@ PAPER_VARIANTS = {
 
 
 def paper_rates() -> Suite:
-    """The tables' tasks in a tenth of their steps at three learning rates, from a seed that the tables don't use.
+    """Return the tables' tasks at three learning rates, in a tenth of the steps, with a seed that the tables don't use.
 
-    All are clipped at 1: without it, rates that are otherwise the best may break down late.
+    Gradients are clipped at 1, because without clipping the best rates may break down late.
     """
     return {
         task: Part(
@@ -191,7 +193,7 @@ def _margin_cell(task: str, margin: float, rate: float, seed: int, *changes: str
 
 
 def margin_rates() -> Suite:
-    """TRA at six margins on the quick tasks, at three learning rates: judged by their training loss."""
+    """Return TRA at six margins and three learning rates on the quick tasks, compared by training loss."""
     few = ("evaluate.examples=200", "evaluate.examples_of={}", 'evaluate.splits=["iid"]')
     return {
         task: Part(
@@ -202,7 +204,7 @@ def margin_rates() -> Suite:
 
 
 def trainability() -> Suite:
-    """The demo's task from ten seeds at four learning rates: in how many runs is it learnt at all?
+    """Return the demo's task with ten seeds and four learning rates: how many runs learn it at all?
 
     Rates vary before seeds, so that a table of part of the cells compares all mechanisms.
     """
@@ -256,7 +258,7 @@ TINY = ["model.n_layers=2", "model.n_heads=2", "model.d_model=128"]
 
 
 def paper() -> Suite:
-    """The paper's tables, every mechanism, four seeds: weeks of one GPU. Rates are the presets', the same for all."""
+    """Return the paper's tables, every mechanism, four seeds: weeks of one GPU, all at the presets' rates."""
     window = ["task.arguments.window=256", "train.steps=20000", "evaluate.windows=[256]"]
     return {
         "flipflop": Part(_grid_cells(["flipflop"])),
@@ -271,7 +273,7 @@ QUICK_NOTE = "60 steps of a tiny model: this shows the form of the table, and sa
 
 
 def paper_quick() -> Suite:
-    """The same in miniature, on a CPU, two seeds: the form of the tables, without their results."""
+    """Return the paper's tables in miniature, two seeds, for a CPU: the form of the tables, without their results."""
     small = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.batch_size=16", "train.compile=off"]
     short = [*small, "train.steps=60", "train.log_every=20", "train.checkpoint_every=20", "evaluate.examples=20"]
     lengths = ["task.arguments.longest=8", "evaluate.examples_of={}", 'evaluate.splits=["iid","9-16","8x"]']

@@ -16,7 +16,7 @@ from tra.suite.grid import Cell, Measure, Part, Suite
 from tra.suite.state import is_done
 
 SOLVED = 0.99
-"""Exact match on the training distribution from which a run counts as having solved its task."""
+"""Exact match on the training distribution from which a task counts as solved."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def _measurements(part: Part, cell: Cell, run: RunFolder) -> dict[str, float]:
 
 
 def final_loss(run: RunFolder) -> float:
-    """Return the training loss of a run: the mean of the last tenth of its log, at least of one line."""
+    """Return the training loss of a run: the mean over the last tenth of its log, at least one line."""
     losses = [row["loss"] for row in read_rows(run.metrics_file, ("loss",))]
     return statistics.fmean(losses[-max(1, len(losses) // 10) :])
 
 
 def best_rates(entries: Sequence[Entry], part: str) -> dict[str, tuple[float, bool]]:
-    """Return, by row, the learning rate with the lowest final loss, mean over seeds, and whether it is at an edge."""
+    """Return, for each row, the learning rate with the lowest mean final loss, and whether it is at an edge."""
     found: dict[str, dict[float, float]] = {}
     for entry in entries:
         if entry.part == part:
@@ -142,7 +142,7 @@ def as_markdown(entries: Sequence[Entry], suite: Suite) -> str:
 
 
 def _rate_lines(best: dict[str, tuple[float, bool]]) -> list[str]:
-    """Return what a search found, and which rows call for a wider one."""
+    """Return lines with the best rates, and with the rows that need a wider search."""
     edges = [row for row, (_, at_edge) in best.items() if at_edge]
     lines = [
         "Training loss, mean of the last tenth. Best rates: " + ", ".join(f"{r} {x:g}" for r, (x, _) in best.items())

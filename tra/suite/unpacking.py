@@ -1,4 +1,4 @@
-"""Unpack an archive that may come from anybody: regular files and folders only, of bounded size."""
+"""Unpack an archive that isn't trusted: regular files and folders only, of bounded size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DAMAGES = (
     OverflowError,
     RecursionError,
 )
-"""What reading a damaged archive raises."""
+"""Errors that reading a damaged archive raises."""
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -104,7 +104,7 @@ class _BoundedReader(io.RawIOBase):
 
 
 def _check_members(archive: Path, members: Iterator[tarfile.TarInfo], folder: Path) -> None:
-    """Refuse an archive for what its headers say."""
+    """Raise a ValueError if an archive's headers are not acceptable."""
     free = shutil.disk_usage(folder).free
     count = size = 0
     for member in members:

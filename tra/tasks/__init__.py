@@ -1,7 +1,7 @@
-"""What is learnt: a task per file, with a worked example in its docstring, and the parts to write your own.
+"""Tasks, one file each with a worked example in its docstring, and the parts to write your own.
 
-A task of your own is a subclass of `Task`. `examples/own_task.py` is one, and `tra.import_file` makes those of a file
-known.
+A task of your own is a subclass of `Task`, such as `examples/own_task.py`. `tra.import_file` registers the tasks of a
+file.
 """
 
 from tra.tasks.base import (
@@ -27,10 +27,10 @@ from tra.tasks.symbols import BOS, EOS, FIRST_ID, PAD, SEP, SPECIAL_SYMBOLS, let
 TASKS: dict[str, type[Task]] = {
     task.name: task for task in (FlipFlop, Copy, Induct, Instruct, Latest, MultiQueryRecall)
 }
-"""Tasks by name. Those of one's own are added by `tra.import_file`, or when a config first names them."""
+"""Tasks by name. Your own are added by `tra.import_file`, or when a config first names them."""
 
 BUILT_IN_TASKS = tuple(TASKS)
-"""The names of this package's own."""
+"""Names of the tasks that come with this package."""
 
 __all__ = [
     "BOS",

@@ -1,4 +1,4 @@
-"""What a task is: a vocabulary, named splits, and a sampler that runs on the device; and parts to build one from."""
+"""Define tasks: a vocabulary, named splits, and a sampler that runs on the device; and parts to build a task from."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def next_symbol_batch(tokens: Tensor, loss_mask: Tensor) -> Batch:
 
 
 def check_lengths(name: str, shortest: int, longest: int, least: int) -> None:
-    """Refuse a range of input lengths that is empty or begins below `least`."""
+    """Raise a ValueError if a range of input lengths is empty or begins below `least`."""
     if not least <= shortest <= longest:
         raise ValueError(f"{name} lengths must satisfy {least} <= shortest <= longest, got {shortest} and {longest}")
 

@@ -4,8 +4,8 @@
                         │ └ the answer: b followed the only a. Loss and score are on it alone
                         └ the question
 
-With a small alphabet the other symbols repeat; the one asked for never does. An input has at least two symbols, and the
-one asked for is never the last, so that another follows. Format and alphabet are ours, as in copy.
+With a small alphabet the other symbols repeat, but the asked symbol never does. An input has at least two symbols, and
+the asked one is never the last, so that another follows. Format and alphabet are ours, as in copy.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
           └ store └ noise   └ k1's latest      │  └ the answer: loss and score are on it
                                                └ a question
 
-Every key is stored at least once and asked for once. The task needs content (only entries of the key asked for) and
-order among what content chose (the latest of them). It is made to compare distances: the number of stores is always
-the same, while noise, which doesn't matter, is little in training and up to 256 times as much in tests. A distance that
-counts relevant keys alone is the same in both.
+Every key is stored at least once and asked for once. The task needs content (only entries of the asked key matter) and
+order (only the latest of these matters). It is made to compare distances. The number of stores is always the same, but
+tests have up to 256 times as much noise as training. A distance that counts only relevant keys is the same in both.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Latest(Task):
     """Splits: `train` and `iid`, with up to `noise` entries of noise, then `4x`, `16x`, `64x` and `256x` as much.
 
     Args:
-        noise: Most entries of noise in training.
+        noise: Largest number of noise entries in training.
         stores: Entries that store a value.
         keys: Number of keys.
         values: Number of values.

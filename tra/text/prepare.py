@@ -119,7 +119,7 @@ def _count_cores() -> int:
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds anything but stores, or stores without `overwrite`."""
+    """Raise a ValueError if a folder has anything but stores, or has stores and `overwrite` is not set."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:

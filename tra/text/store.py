@@ -96,16 +96,6 @@ class TokenStore:
         store.tokens = np.memmap(tokens, dtype=dtype, mode="r")
         return store
 
-    def check_tokenizer(self, name: str, fingerprint: str | None = None) -> None:
-        """Refuse any tokenizer but the one that the store was made with: its ids would mean other text."""
-        if name != self.tokenizer_name:
-            raise ValueError(f"{self.path} was made with the tokenizer {self.tokenizer_name!r}, not {name!r}")
-        if fingerprint is not None and fingerprint != self.fingerprint:
-            raise ValueError(
-                f"{self.path} was made with another {name!r} tokenizer: "
-                f"fingerprint {self.fingerprint[:12]}…, not {fingerprint[:12]}…"
-            )
-
 
 class StoreWriter:
     """Writes a store document by document. It is complete only after `seal`."""

@@ -140,7 +140,7 @@ class Text(Task):
 
 
 def check_ids(ids: npt.NDArray[Any], vocabulary: int, name: str) -> None:
-    """Refuse ids outside of the vocabulary, on which a GPU would fail without naming the cause."""
+    """Raise a ValueError for ids outside of the vocabulary, on which a GPU would fail without naming the cause."""
     if ids.size and (ids.max() >= vocabulary or ids.min() < 0):
         wrong = ids[(ids >= vocabulary) | (ids < 0)].ravel()[0]
         raise ValueError(f"{name} holds the id {wrong}, outside of the vocabulary's 0..{vocabulary - 1}")

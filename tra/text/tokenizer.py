@@ -25,7 +25,7 @@ _FILE_NAMES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # O
 
 
 class Tokenizer(ABC):
-    """What all tokenizers share. The separator stands before each document in a stream; no text encodes to it."""
+    """The base of all tokenizers. A stream has the separator before each document; no text encodes to it."""
 
     name: str
     fingerprint: str

@@ -3,8 +3,9 @@
 from tra.training.checkpoint import DamagedError
 from tra.training.device import pick_device
 from tra.training.distributed import RankLostError, is_first
-from tra.training.stopping import DiskFullError, NonFiniteError
-from tra.training.trainer import Progress, Result, Trainer, train
+from tra.training.interruptions import DiskFullError, NonFiniteError
+from tra.training.start import train
+from tra.training.trainer import Progress, Result, Trainer
 
 __all__ = [
     "DamagedError",

@@ -1,7 +1,7 @@
 """Checkpoints that can be verified, written so that a kill at any moment leaves the previous one untouched.
 
 A checkpoint is one safetensors file with a digest of its contents in its metadata. It is written under a temporary
-name, flushed to the disk, and then renamed. Of sharded weights it is a folder, see `sharded_checkpoint.py`.
+name, flushed to the disk, and then renamed. For sharded weights it is a folder, see `sharded_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tra.model import rename_parameters
-from tra.runs import locked_folder_beside, write_atomically
+from tra.runs import locked_folder_beside, rename_parameters, write_atomically
 
 KEPT_CHECKPOINTS = 2
 """Newest checkpoints that are kept: the last, and the one before in case that is damaged."""
@@ -35,7 +34,7 @@ class State(NamedTuple):
     step: int
     tensors: dict[str, Tensor]
     path: Path | None = None
-    """Where it was read."""
+    """The file or folder that it was read from."""
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -79,7 +78,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_old_checkpoints(folder: Path) -> None:
-    """Delete all but the newest few. A folder is moved aside first, so that none is ever half there."""
+    """Delete all but the newest few. A folder is first moved aside, so that none is ever incomplete."""
     for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         if old.is_dir():
             with locked_folder_beside(old, "removing", "removed") as place:
@@ -102,7 +101,7 @@ def read_checkpoint(path: Path) -> State:
 
 
 def describe_checkpoint(path: Path) -> State:
-    """Verify a checkpoint; return it with tensors on the meta device, which have shapes alone."""
+    """Verify a checkpoint; return it with tensors on the meta device, which have only shapes."""
     if path.is_dir():
         from tra.training.sharded_checkpoint import describe_sharded_checkpoint
 
@@ -120,8 +119,8 @@ def load_checkpoint(
     """Return the newest intact checkpoint, or None. A damaged one is skipped with a warning.
 
     Args:
-        model: The state of the model that goes on. A checkpoint of another model is skipped too; if there are only
-            such ones, that is a ValueError.
+        model: The state of the model to restore. A checkpoint of another model is skipped too. If only such ones are
+            intact, a ValueError is raised.
         read: `read_checkpoint` or `describe_checkpoint`.
     """
     other: Path | None = None
@@ -141,7 +140,7 @@ def load_checkpoint(
 
 
 def fits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Return whether names and shapes are those that are expected."""
+    """Return whether names and shapes are the expected ones."""
     return {name: x.shape for name, x in tensors.items()} == {name: x.shape for name, x in expected.items()}
 
 

@@ -34,7 +34,7 @@ class Ranks:
         self.control: Any = None  # a group for small messages between CPUs, beside the one for gradients
 
     def check(self, train: TrainConfig) -> None:
-        """Refuse a config that does not go with the number of processes."""
+        """Raise a ValueError for a config that doesn't fit the number of processes."""
         if self.has_others and train.parallel == "none":
             raise ValueError(
                 f"train.parallel=none trains in one process, but torchrun started {self.world}: "

@@ -48,7 +48,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def check_optimizer_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError if a state, as of `optimizer_tensors`, is of another model. It may be on the meta device."""
+    """Raise a ValueError if a state from `optimizer_tensors` is of another model. It may be on the meta device."""
     for name, parameter in model.named_parameters():
         for key in ("step", "exp_avg", "exp_avg_sq"):
             value = tensors.get(f"{key}.{name}")
@@ -58,7 +58,7 @@ def check_optimizer_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> 
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restore the state that `optimizer_tensors` returned. A ValueError if it is of another model."""
+    """Restore the state that `optimizer_tensors` returned. Raise a ValueError if it is of another model."""
     check_optimizer_tensors(model, tensors)
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
@@ -69,7 +69,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
 
 
 def allocate_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer a state of zeros, which another process's, or a checkpoint's, is then copied into."""
+    """Give the optimizer a state of zeros, into which that of another process or of a checkpoint is then copied."""
     for parameter in model.parameters():
         zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros

@@ -1,7 +1,7 @@
 """Checkpoints of sharded weights: a folder in which each process writes its part, read by any number of processes.
 
 `torch.distributed.checkpoint` writes and reads the parts, as safetensors. A manifest with the digest of every file is
-written last, and then the folder gets its name: what a kill leaves before is no checkpoint.
+written last, and then the folder gets its name. What a kill leaves before that doesn't count as a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tra.training.distributed import Ranks, explain_lost_rank
 
 MANIFEST = "manifest.json"
 READERS = 8
-"""Files whose digests are taken at once."""
+"""Number of files whose digests are computed at once."""
 
 
 def save_sharded_checkpoint(folder: Path, step: int, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Write the folder `step-00001000`, and delete all but the newest checkpoints. All processes call it.
 
     Args:
-        tensors: Sharded or, if equal in all processes, whole.
+        tensors: Sharded tensors, or whole ones that are equal in all processes.
     """
     target = folder / checkpoint_name(step)
     with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def _write_parts(new: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     try:
         with explain_lost_rank():
             save(tensors, storage_writer=writer, process_group=ranks.control, no_dist=not ranks.has_others)
-    except CheckpointException as error:  # in all processes, whichever failed
+    except CheckpointException as error:  # raised in all processes, whichever failed
         if not ranks.is_first:
             raise SystemExit(1) from None
         causes = [cause for cause, _ in error.failures.values()]
@@ -104,7 +104,7 @@ def read_sharded_checkpoint(path: Path) -> State:
     described = describe_sharded_checkpoint(path)
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in described.tensors.items()}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as is meant here
         load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     return State(described.step, tensors, path)
 
@@ -113,7 +113,7 @@ def load_into_shards(path: Path, targets: dict[str, Tensor], ranks: Ranks) -> No
     """Read each process's parts of a verified checkpoint, of one process or of several. All processes call it.
 
     Args:
-        targets: What to overwrite, of the names and shapes that the checkpoint has.
+        targets: Tensors to overwrite, with the checkpoint's names and shapes.
     """
     if path.is_dir():
         with explain_lost_rank():

@@ -11,10 +11,10 @@ from tra.config import RunConfig
 from tra.model import Decoder
 from tra.ops import SequenceParts
 from tra.tasks import Batch
+from tra.training.ddp_and_fsdp import LossFunction, gradient_sync, is_compiled, is_sharded
 from tra.training.device import autocast
 from tra.training.distributed import Ranks, explain_lost_rank
 from tra.training.loss import COUNTS, TrainingLoss
-from tra.training.parallel import LossFunction, gradient_sync, is_compiled, is_sharded
 
 WARM_UP_STEPS = 3
 """Steps before a capture, in which kernels are compiled and memory is allocated."""

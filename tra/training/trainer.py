@@ -1,4 +1,4 @@
-"""One run: sample, step, log, checkpoint; it can stop and go on at any step.
+"""A run in training: sample, step, log, checkpoint. It can stop and go on at any step.
 
 Data and dropout of a step follow from the seed and the number of the step, so a checkpoint holds only weights,
 optimizer state and that number. On a CPU a resumed run ends with the same bits as an uninterrupted one.
@@ -30,8 +30,22 @@ from tra.training.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from tra.training.device import pick_device
-from tra.training.distributed import RankLostError, Ranks, join_processes, local_device
+from tra.training.ddp_and_fsdp import (
+    is_sharded,
+    local_part,
+    share,
+    share_rows,
+    training_statistics,
+    whole_tensors,
+)
+from tra.training.distributed import RankLostError, Ranks
+from tra.training.interruptions import (
+    NonFiniteError,
+    StepAbandonedError,
+    StopRequest,
+    answer_signals_in_backward,
+    catch_stop_signals,
+)
 from tra.training.loss import COUNTS, TrainingLoss
 from tra.training.optimizer import (
     adamw,
@@ -41,25 +55,8 @@ from tra.training.optimizer import (
     optimizer_tensors,
     set_rate,
 )
-from tra.training.parallel import (
-    is_sharded,
-    local_part,
-    release,
-    share,
-    share_rows,
-    training_statistics,
-    whole_tensors,
-)
 from tra.training.sharded_checkpoint import load_into_shards, save_sharded_checkpoint
 from tra.training.step import make_step
-from tra.training.stopping import (
-    NonFiniteError,
-    StepAbandonedError,
-    StopRequest,
-    catch_stop_signals,
-    explain_full_disk,
-    let_signals_in,
-)
 
 DEAD_NULL_RATE = 0.99
 """Fraction of queries without any kept key above which a head is reported as dead."""
@@ -84,80 +81,12 @@ class Result(NamedTuple):
 
 @dataclass
 class Progress:
-    """What `train` reports after every step, with metrics on the steps that are logged."""
+    """The report of `train` after a step, with metrics if the step is logged."""
 
     step: int
     steps: int
     metrics: dict[str, Any] | None = None
     message: str | None = None
-
-
-def train(
-    config: RunConfig | None,
-    folder: Path,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    time_limit: float | None = None,
-    changed_files: bool = False,
-    device: torch.device | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Result:
-    """Train a run to its end, or until it is told to stop.
-
-    Args:
-        config: The run; None takes the one in the folder, with `resume`.
-        folder: Where the run keeps its files. One that exists is never touched without `resume` or `overwrite`.
-        resume: Go on from the newest intact checkpoint, or start if there is none.
-        time_limit: Seconds after which to checkpoint and stop, with room to do so.
-        changed_files: Resume though a file of one's own is not the one that the run began with.
-        progress: Called after every step.
-    """
-    started = time.monotonic()
-    device = local_device(pick_device() if device is None else device)
-    run = RunFolder(folder)
-
-    def claim_folder() -> tuple[RunConfig, bool]:
-        """Return the config, and whether the run is finished already."""
-        if config is not None:  # checked before a folder is made, or an old one removed
-            ranks.check(config.train)
-            config.check_model()
-            config.task.build().check_data()
-        current = None if config is None else config.with_current_imports()
-        chosen = claim.enter_context(run.claim(current, resume=resume, overwrite=overwrite))
-        ranks.check(chosen.train)
-        is_finished = resume and _has_final_weights(run, lambda text: progress(Progress(0, 0, message=text)))
-        if not is_finished:
-            changes = chosen.changed_imports()
-            if changes and not changed_files:
-                raise ValueError(
-                    f"{run.path} can't go on: {changes[0]}; undo the change, start anew with --overwrite, "
-                    "or go on all the same with --changed-files"
-                )
-            run.note_environment(device, ranks.world, changes)
-        return chosen, is_finished
-
-    with join_processes(device) as ranks, explain_full_disk(run), contextlib.ExitStack() as claim:
-        chosen, is_finished = ranks.run_on_first(claim_folder)
-        if is_finished:
-            return Result(chosen.train.steps, "done")
-        trainer = Trainer(chosen, run, device, progress if ranks.is_first else lambda _: None, ranks)
-        try:
-            return trainer.run_until(None if time_limit is None else started + time_limit)
-        finally:
-            release(trainer.loss)
-
-
-def _has_final_weights(run: RunFolder, report: Callable[[str], None]) -> bool:
-    """Return whether the run is finished. Damaged weights, and those of another model, are reported and don't count."""
-    if not run.weights_file.is_file():
-        return False
-    try:
-        run.read_weights()
-    except ValueError as error:
-        report(f"warning: {error}; training to the end again")
-        return False
-    return True
 
 
 class Trainer:
@@ -224,11 +153,11 @@ class Trainer:
                     slowest = max(slowest, time.monotonic() - now)
                     if self.step % train.checkpoint_every == 0 and self.step < train.steps:
                         self._save()
-                except StepAbandonedError:  # this is the state after the step before
+                except StepAbandonedError:  # the state is that after the previous step
                     self._save()
                     return Result(self.step, request.signal or "SIGINT")
-                except RankLostError as error:  # never raised within an optimizer's step: the last step is whole
-                    if not self.is_sharded:  # its other parts are lost
+                except RankLostError as error:  # never raised within an optimizer's step, so the last step is complete
+                    if not self.is_sharded:  # the other parts of sharded weights are lost
                         self._save()
                     raise RankLostError(f"{error}, at step {self.step:,}") from None
         if not self._is_finite():
@@ -239,12 +168,16 @@ class Trainer:
         return Result(self.step, "done")
 
     def _before_update(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call a function in every step before weights change, and let signals in before that; return how to end it."""
+        """Call `call` in every step before weights change, and handle signals until then. Return what undoes this."""
         parts = [part for layer in self.model.layers for part in layer.named_modules()]
         if self.config.train.compile == "on":  # a compiled step runs as one piece
             parts = []
         # Projections that a layer fuses take no hooks.
-        handles = [m.register_forward_hook(let_signals_in) for name, m in parts if not name.startswith("self_attn.")]
+        handles = [
+            m.register_forward_hook(answer_signals_in_backward)
+            for name, m in parts
+            if not name.startswith("self_attn.")
+        ]
         update = self.optimizer.register_step_pre_hook(lambda *_: call())
 
         def remove() -> None:
@@ -254,7 +187,7 @@ class Trainer:
         return remove
 
     def _finite_step(self, request: StopRequest) -> None:
-        """Train on the next batch; end the run if gates have overflowed, which attention refuses on a CPU."""
+        """Train on the next batch. End the run if gates have overflowed, which is an error of attention on a CPU."""
         try:
             self.one_step()
         except ValueError as error:
@@ -346,7 +279,7 @@ class Trainer:
         self.saved_at, self.saving_seconds = self.step, time.monotonic() - begun
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, by name."""
+        """Return the tensors of a checkpoint, by name."""
         tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         if self.step > 0:
             state = optimizer_tensors(self.model, self.optimizer)
@@ -367,7 +300,7 @@ class Trainer:
         raise NonFiniteError(f"{self.run.path}: {what} at step {self.step:,}, so the run has ended; {kept}")
 
     def _restore(self) -> None:
-        """Go back to the newest checkpoint, which the first process chooses, and reads for all unless sharded."""
+        """Restore the newest checkpoint. The first process chooses it and, unless it is sharded, reads it for all."""
         path, self.saved_at = self.ranks.run_on_first(self._read_checkpoint)
         self.step = max(0, self.saved_at)
         if self.ranks.has_others and self.step > 0 and (self.is_sharded or not self.ranks.is_first):
@@ -378,7 +311,7 @@ class Trainer:
             self.ranks.copy_from_first(list(self._tensors().values()))
 
     def _read_checkpoint(self) -> tuple[Path | None, int]:
-        """Take the newest checkpoint, but for sharded weights; return its path and step, -1 if there is none."""
+        """Restore the newest checkpoint, except sharded weights. Return its path and step, -1 if there is none."""
 
         def warn(text: str) -> None:
             self._report(f"warning: {text}")
@@ -415,7 +348,7 @@ class Trainer:
             ) from None
 
     def _take(self, state: State) -> None:
-        """Go on from a checkpoint that fits."""
+        """Restore a checkpoint that fits."""
         self.model.load_state_dict(checkpoint_part(state, "model."))
         if state.step > 0:
             load_optimizer_tensors(self.model, self.optimizer, checkpoint_part(state, "optimizer."))

@@ -8,18 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.hub.test_export import make_run
-from tra.hub.export import export_run
+from tests.hub.test_export import make_text_export
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("export")
-    run = make_run(made / "run", "text-demo", "task.arguments.tokenizer=bytes", "model.d_model=16")
-    export_run(run, made / "out")
-    return made / "out"
+    return make_text_export(tmp_path_factory.mktemp("export"))
 
 
 @pytest.mark.parametrize("resize", [False, True])

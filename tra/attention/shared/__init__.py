@@ -1,1 +1,1 @@
-"""What mechanisms share: projections, caches, masks, and the ways to compute attention."""
+"""Parts that mechanisms share: projections, caches, masks, and the ways to compute attention."""

@@ -1,4 +1,4 @@
-"""The arguments of a constructor, with those of the classes above it."""
+"""List the arguments of a constructor, with those of its base classes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def constructor_arguments(kind: type[Any]) -> dict[str, inspect.Parameter]:
-    """Return the constructor's arguments by name, with those that it passes on as `**options` to the class above it.
+    """Return the constructor's arguments by name, with those that it passes on as `**options` to its base class.
 
-    Annotations are types, or Any where there is none.
+    Annotations are types; Any if an argument has none.
     """
     found: dict[str, inspect.Parameter] = {}
     for level in kind.__mro__:
@@ -19,7 +19,7 @@ def constructor_arguments(kind: type[Any]) -> dict[str, inspect.Parameter]:
         make: Any = vars(level)["__init__"]
         try:
             hints = typing.get_type_hints(make)
-        except NameError:  # a type that is imported for type checkers only
+        except NameError:  # a type that only type checkers import
             hints = {}
         _, *parameters = inspect.signature(make).parameters.values()
         for parameter in parameters:

@@ -35,18 +35,18 @@ COMMON_ARGUMENTS = (
 
 
 class WeightMap(NamedTuple):
-    """How queries weigh all keys, each `[B, H, rows, Tk]`."""
+    """The weights of queries over all keys, and what they are made of, each `[B, H, rows, Tk]`."""
 
     weights: Tensor
     """Factors of the values; 0 where a key is not visible."""
     content: Tensor
-    """Scaled products of query and key, before position enters."""
+    """Scaled products of query and key, without position."""
     logits: Tensor
-    """What orders the keys in the end, content and position together; -inf where a key is not visible, or dropped."""
+    """Content and position together, which rank the keys; -inf where a key is not visible, or dropped."""
 
 
 class Mechanism(nn.Module):
-    """What the decoder needs to know of a mechanism."""
+    """The base of all mechanisms: the properties that the decoder reads."""
 
     config_fields: ClassVar[tuple[str, ...]] = ()
     """Arguments of the mechanism's own: fields of `DecoderConfig` of the same name, or "layer", the layer's number."""
@@ -59,15 +59,15 @@ class Mechanism(nn.Module):
     takes_key_lengths: ClassVar[bool] = False
     """It can read the first keys of a longer buffer, a number per row that only the device knows: a static cache."""
     takes_pages: ClassVar[bool] = False
-    """It can read keys in pages, of which a query sees a window: a bounded cache, and serving."""
+    """The mechanism can read keys in pages, of which a query sees a window. Bounded caches and serving need that."""
     takes_parts: ClassVar[bool] = False
-    """It can attend to a sequence that several processes share, see `tra.ops.SequenceParts`."""
+    """The mechanism can attend to a sequence that several processes share, see `tra.ops.SequenceParts`."""
     keeps_state: ClassVar[bool] = False
     """Its cache holds a state of all tokens so far, out of which none can be taken again."""
 
     @classmethod
     def own_arguments(cls) -> dict[str, inspect.Parameter]:
-        """Return the constructor's arguments that `arguments` of `DecoderConfig` may give."""
+        """Return the constructor's arguments that can be set by `DecoderConfig.arguments`."""
         others = {*COMMON_ARGUMENTS, *cls.config_fields}
         return {name: parameter for name, parameter in constructor_arguments(cls).items() if name not in others}
 
@@ -149,11 +149,11 @@ class Attention(Mechanism):
         with_map: bool = False,
         parts: SequenceParts | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`[B, T, d_model]` -> the same.
+        """Return the layer's output, `[B, T, d_model]` -> the same.
 
         Args:
             key_mask: `[B, cached + T]` bool, False at padding, which may stand anywhere.
-            cache: Holds the keys and values of earlier tokens; those of the new ones are added.
+            cache: The keys and values of earlier tokens, to which those of the new tokens are added.
             document_ids: `[B, T]`: tokens see only their own document, which ends where the id changes.
             with_map: Also return the attention weights, see `attend_with_map`.
             parts: How processes share the sequence, of which x is this one's part; without cache or map.
@@ -179,7 +179,7 @@ class Attention(Mechanism):
         return self.attend(self.prepare_inputs(x, *context))
 
     def attend_to_parts(self, x: Tensor, key_mask: Tensor | None, parts: SequenceParts) -> Tensor:
-        """Return what `o_proj` reads where processes share a sequence, `[B, H, T, D]`."""
+        """Return the attention's output before `o_proj`, `[B, H, T, D]`, in a sequence that processes share."""
         raise ValueError(f"{type(self).__name__} can't attend to a sequence that processes share: use tra")
 
     def prepare_inputs(

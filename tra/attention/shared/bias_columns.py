@@ -26,17 +26,18 @@ PIECES = 3
 
 
 def can_use_bias_columns(inputs: AttentionInputs) -> bool:
-    """Return whether a mechanism with learnt factors may use columns. Large factors exceed float16's range.
+    """Return whether a mechanism with learnt factors may use columns.
 
-    They are split by their bits, which other runtimes than torch's can't, so exported graphs have no columns.
+    Large factors exceed the range of float16. Factors are split by their bits, which only torch can do, so exported
+    graphs have no columns.
     """
     return not torch.is_grad_enabled() and inputs.query.dtype != torch.float16 and not is_exporting()
 
 
-def split_bits(x: Tensor, pieces: int = PIECES) -> list[Tensor]:
+def split_bits(x: Tensor) -> list[Tensor]:
     """Return pieces that add up to x, each exact in bfloat16: the upper bits of x, then of what is left."""
     parts, rest = [], x.float()
-    for _ in range(pieces):
+    for _ in range(PIECES):
         part = truncate_to_bfloat16(rest)
         parts.append(part)
         rest = rest - part

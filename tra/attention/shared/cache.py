@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class CacheView(NamedTuple):
-    """The keys and values that a layer attends to, new tokens included; the new ones alone where all lie in pages."""
+    """The keys and values that a layer attends to, new tokens included. If they lie in pages, only the new ones."""
 
     key: Tensor  # [B, Hkv, Tk, D]
     value: Tensor  # [B, Hkv, Tk, Dv]
     key_mask: Tensor | None  # [B, Tk]
     key_lengths: Tensor | None  # [B]: slots in use, if not all are; the new tokens are the last of them
-    pages: Pages | None = None  # where all keys and values are, for mechanisms that `takes_pages`
+    pages: Pages | None = None  # all keys and values, for mechanisms that have `takes_pages`
 
 
 class LayerCache:
@@ -75,7 +75,7 @@ class LayerCache:
         if buffer is not None:
             self.check_batch(new.shape[0], buffer)
             if buffer.dtype != new.dtype:
-                raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+                raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: use the same dtype")
 
     def _write(self, name: str, new: Tensor, start: int) -> Tensor:
         end, buffer = start + new.shape[2], self._buffers.get(name)
@@ -116,9 +116,9 @@ class Cache:
 
 
 class PackedRows:
-    """Rows of real tokens without padding, whose lengths stay on the device: what caches of a fixed size share.
+    """Rows of real tokens without padding, the base of caches of a fixed size.
 
-    So a CUDA graph can hold a step.
+    Their lengths stay on the device, so that a step can be captured as a CUDA graph.
     """
 
     layers: Sequence[PackedLayer]
@@ -184,7 +184,7 @@ class StaticCache(PackedRows):
             after = f" after {self.length:,}" if self.length else ""
             raise ValueError(f"a static cache of {self.capacity:,} tokens can't take {x.shape[1]:,} more{after}")
         found = super().begin(x, key_mask)
-        self.slots = self.new_positions.masked_fill(self.is_padding, self.capacity)  # a slot that is never read
+        self.slots = self.new_positions.masked_fill(self.is_padding, self.capacity)  # which is never read
         return found
 
 
@@ -212,7 +212,7 @@ class PackedLayer:
         """Raise an error if new keys or values can't go into a buffer."""
         check_no_grad(new)
         if buffer.dtype != new.dtype:
-            raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: decode as it was filled")
+            raise ValueError(f"the cache holds {buffer.dtype}, got {new.dtype}: use the same dtype")
 
 
 class StaticLayerCache(PackedLayer):

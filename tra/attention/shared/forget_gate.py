@@ -21,7 +21,7 @@ class GateLinear(nn.Linear):
     """A linear layer that computes in its input's dtype, whatever the dtype of its weights.
 
     Args:
-        initial_bias: Of every head.
+        initial_bias: Initial bias of every head.
     """
 
     def __init__(self, d_model: int, n_heads: int, initial_bias: float) -> None:

@@ -1,4 +1,4 @@
-"""What a mechanism computes attention from, and functions of it: visible keys, scores, softmax attention."""
+"""The inputs of a mechanism's attention, and functions of them: visible keys, scores, softmax attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AttentionInputs(NamedTuple):
     cache: Any  # a LayerCache, or an object with its methods, or None
     precomputed: Tensor | None = None  # what a mechanism computes once for all row blocks
     key_lengths: Tensor | None = None  # [B]: keys in use of a static cache, for mechanisms that `takes_key_lengths`
-    pages: Pages | None = None  # all keys and values, for mechanisms that `takes_pages`; `key` and `value` are then new
+    pages: Pages | None = None  # all keys and values; `key` and `value` are then only the new ones
 
     @property
     def past(self) -> int:

@@ -1,28 +1,19 @@
-"""Caches in pages: rings, each with the window of a text, and a pool that many texts share."""
+"""The base of caches in pages: rows whose tokens are written to the pages of a table."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tra.attention.shared.cache import CacheView, PackedLayer, PackedRows
-from tra.attention.shared.pages import PAGE_SIZE, Pages, WindowGuard
-from tra.ops.visible import PagedKeys
-
-
-def _new_guard(guard: bool | float) -> WindowGuard | None:
-    """Return what `BoundedCache` is asked for."""
-    if guard is False:
-        return None
-    return WindowGuard(None if guard is True else guard)
+from tra.attention.shared.cache import PackedLayer, PackedRows
+from tra.attention.shared.pages import PAGE_SIZE
 
 
 class PagedRows(PackedRows):
-    """Rows whose tokens go to the pages of a table, in turn."""
+    """Rows whose tokens are written to the pages of a table, one page after another."""
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `PackedRows`."""
@@ -30,9 +21,10 @@ class PagedRows(PackedRows):
         return super().begin(x, key_mask)
 
     def places(self, table: Tensor, pinned: int, padding_page: int) -> tuple[Tensor, Tensor]:
-        """Return page and slot of each new token, `[B, T]`, the same for all layers whose tables have as many columns.
+        """Return page and slot of each new token, `[B, T]`.
 
-        The first `pinned` columns keep the first pages; the others are written again and again in turn.
+        They are the same for all layers whose tables have the same number of columns. The first `pinned` columns keep
+        the first pages; the other columns are reused in turn.
         """
         kind = (table.shape[1], pinned)
         if kind not in self._places:
@@ -46,7 +38,7 @@ class PagedRows(PackedRows):
 
 
 class PagedLayer(PackedLayer):
-    """One layer of a cache in pages: writes new tokens to their places."""
+    """One layer of a cache in pages."""
 
     def write(self, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Write new keys and values `[B, Hkv, T, ·]`, and return the pools `[P, Hkv, page, ·]`."""
@@ -57,173 +49,6 @@ class PagedLayer(PackedLayer):
             buffer[page, slot] = new.transpose(1, 2)
         key_pool, value_pool = (buffer.transpose(1, 2) for buffer in self._buffers)
         return key_pool, value_pool
-
-
-class BoundedCache(PagedRows):
-    """Keys and values of the last tokens alone: the memory of a text of any length is that of a window.
-
-    Each layer is a ring: a new token takes the place of the oldest. Queries see the last `window` real tokens of their
-    row, themselves included. For TRA, whose heads forget, and for rope as sliding-window attention, whose positions go
-    on counting. Padding isn't stored, and lengths stay on the device, as in `StaticCache`.
-
-    Args:
-        n_layers: Layers of the decoder.
-        windows: Tokens that queries see, one number for all layers or one for each.
-        chunk: The most tokens of a prompt that are read at a time. Each layer holds `window + chunk - 1` tokens,
-            rounded up to whole pages of 64.
-        sinks: First tokens of each row that stay visible besides the window (Xiao et al. 2023); for rope.
-        guard: Count how often heads ask for more than their window, see `WindowGuard`; for TRA. A number is the
-            relative weight of older keys from which a query counts, True is that of the early stop, which is far
-            smaller. It costs a map of the window in every step.
-    """
-
-    def __init__(
-        self,
-        n_layers: int,
-        windows: int | Sequence[int],
-        *,
-        chunk: int = 256,
-        sinks: int = 0,
-        guard: bool | float = False,
-    ) -> None:
-        super().__init__()
-        windows = layer_windows(n_layers, windows)
-        if chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {chunk}")
-        if sinks < 0:
-            raise ValueError(f"sinks must be at least 0, got {sinks}")
-        if guard is not False and guard is not True and not 0 < guard < 1:
-            raise ValueError(f"guard must be a weight above 0 and below 1, or True or False, got {guard}")
-        self.windows = windows
-        self.sinks = sinks
-        pinned = -(-sinks // PAGE_SIZE)
-        self.layers: list[RingLayer] = [
-            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), _new_guard(guard))
-            for window in windows
-        ]
-        self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
-        """Tokens that can be read at a time, once rings are full."""
-
-    def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `PackedRows`."""
-        new, room = x.shape[1], min(layer.columns for layer in self.layers) * PAGE_SIZE
-        if new > self.chunk and self.length + new > room:
-            raise ValueError(
-                f"this bounded cache takes at most {self.chunk:,} tokens at a time, got {new:,}: read the prompt in "
-                "chunks, or give the cache a larger chunk"
-            )
-        return super().begin(x, key_mask)
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Put rows `[N]` of the batch in its place, as beams of a search are chosen. A row may be taken again."""
-        if self.lengths is not None:
-            self.lengths = self.lengths[rows]
-            for layer in self.layers:
-                layer.select_rows(rows)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all keys and values, 0 before the first token."""
-        return sum(layer.memory_bytes for layer in self.layers)
-
-    def unmet_windows(self) -> list[dict[str, Any]]:
-        """Return what the guard counted: for each layer `window`, `queries` and `unmet`, one number a head.
-
-        `queries` had keys older than the window; `unmet` of them asked for more. Waits for the device.
-        """
-        found = []
-        for layer in self.layers:
-            if layer.guard is None:
-                raise ValueError("this bounded cache counts nothing: make it with guard=True")
-            queries, unmet = int(layer.guard.queries), layer.guard.unmet.tolist()
-            found.append({"window": layer.window, "queries": queries, "unmet": unmet})
-        return found
-
-
-class RingLayer(PagedLayer):
-    """One layer of a `BoundedCache`."""
-
-    def __init__(self, cache: BoundedCache, window: int, columns: int, guard: WindowGuard | None) -> None:
-        super().__init__(cache)
-        self._cache = cache
-        self.window, self.columns, self.guard = window, columns, guard
-        """Tokens that queries see, pages of each row, and what counts the queries that asked for more."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers or ())
-
-    def add(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> CacheView:
-        """Write the new keys and values over the oldest."""
-        batch, sinks = key.shape[0], self._cache.sinks
-        pages = batch * self.columns
-        if self._buffers is None:
-            # pages of zeros, and one where padding goes, in memory with all heads of a token side by side
-            shapes = ((pages + 1, PAGE_SIZE, new.shape[1], new.shape[3]) for new in (key, value))
-            key_buffer, value_buffer = (key.new_zeros(shape) for shape in shapes)
-            self._buffers = key_buffer, value_buffer
-            self._table = torch.arange(pages, dtype=torch.int32, device=key.device).view(batch, self.columns)
-        places = self._cache.places(self._table, -(-sinks // PAGE_SIZE), pages)
-        pools = self.write(key, value, places)
-        keys = PagedKeys(*pools, self._table, self._cache.new_lengths, self.window)
-        last_is_real = ~self._cache.is_padding[:, -1]
-        return CacheView(key, value, None, None, Pages(keys, sinks, self.guard, last_is_real))
-
-    def select_rows(self, rows: Tensor) -> None:
-        """See `BoundedCache`."""
-        if self._buffers is None:
-            return
-        pages = self._table[rows].flatten().long()
-        padding_page = pages.new_full((1,), self._buffers[0].shape[0] - 1)
-        key, value = (buffer[torch.cat([pages, padding_page])] for buffer in self._buffers)
-        self._buffers = key, value
-        self._table = torch.arange(len(pages), dtype=torch.int32, device=pages.device).view(len(rows), self.columns)
-
-
-class PooledCache(PagedRows):
-    """A pool of pages that many texts share, each pass with the rows and the table that `select` was given.
-
-    Args:
-        n_layers: Layers of the decoder.
-        pages: Pages of the pool, the same in all layers.
-        windows: Tokens that queries see, one number for all layers or one for each; None is all.
-    """
-
-    def __init__(self, n_layers: int, pages: int, windows: int | Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.pages = pages
-        self.table: Tensor | None = None
-        each = (None,) * n_layers if windows is None else layer_windows(n_layers, windows)
-        self.layers = [PooledLayer(self, window) for window in each]
-
-    def select(self, table: Tensor, lengths: Tensor) -> None:
-        """Choose the rows of the next pass.
-
-        Args:
-            table: `[B, N]` int32: page l of a row's text is `table[b, l % N]`, those of the new tokens included.
-            lengths: `[B]` int64: tokens that each row has stored.
-        """
-        self.table, self.lengths = table, lengths
-
-
-class PooledLayer(PagedLayer):
-    """One layer of a `PooledCache`."""
-
-    def __init__(self, cache: PooledCache, window: int | None) -> None:
-        super().__init__(cache)
-        self._cache, self._window = cache, window
-
-    def add(self, key: Tensor, value: Tensor, _key_mask: Tensor | None) -> CacheView:
-        """Write the new keys and values to their rows' pages."""
-        table = self._cache.table
-        assert table is not None
-        if self._buffers is None:
-            shapes = ((self._cache.pages, PAGE_SIZE, new.shape[1], new.shape[3]) for new in (key, value))
-            key_buffer, value_buffer = (key.new_zeros(shape) for shape in shapes)
-            self._buffers = key_buffer, value_buffer
-        pools = self.write(key, value, self._cache.places(table, 0, 0))
-        keys = PagedKeys(*pools, table, self._cache.new_lengths, self._window)
-        return CacheView(key, value, None, None, Pages(keys, in_order=False))
 
 
 def layer_windows(n_layers: int, windows: int | Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a layer attends to where keys lie in pages: softmax attention to them, and a count of windows too short."""
+"""Keys in pages as a layer sees them, softmax attention to them, and a guard that counts windows that are too short."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ PAGE_SIZE = PAGE_UNIT
 
 
 class Pages(NamedTuple):
-    """What a layer attends to."""
+    """Keys and values in pages that a layer attends to."""
 
     keys: PagedKeys
     sinks: int = 0
     """First tokens of each row that stay visible."""
     guard: WindowGuard | None = None
-    last_is_real: Tensor | None = None  # [B]: whether the last of the new tokens is no padding, for the guard
-    in_order: bool = True  # the pages of the rows lie one after another in the pool
+    last_is_real: Tensor | None = None  # [B] bool: the last new token isn't padding; for the guard
+    in_order: bool = True  # each row's pages are neighbours in the pool
 
 
 class WindowGuard:
-    """Counts, for each head of a layer, for how many queries a window was provably long enough, and for how many not.
+    """A counter, for each head of a layer, of the queries whose window was not provably long enough.
 
-    A query asks for more than the window where the bound on all older keys is not below the tolerance. That says that
-    the older keys may matter, not that they do. Every token of decoding is counted, and of a prompt's chunk the last.
-    Numbers are on the device.
+    A query may need more than its window if the bound on the weight of all older keys is not below the tolerance. This
+    says that older keys may matter, not that they do. While decoding, every query is counted; in a prompt, only the
+    last query of each chunk. Numbers stay on the device.
     """
 
     def __init__(self, tolerance: float | None = None) -> None:
         self.tolerance = tolerance
-        """Relative weight of older keys from which a query counts; None is that of the layer's early stop."""
+        """Relative weight of older keys from which a query is counted; None is the layer's tolerance of early stops."""
         self.queries = torch.zeros((), dtype=torch.int64)
-        """Queries that had keys older than the window, a number."""
+        """Number of queries that had keys older than the window."""
         self.unmet = torch.zeros(0, dtype=torch.int64)
-        """`[H]`: those of them that asked for more; empty before the first query."""
+        """`[H]`: number of these that may need older keys; empty before the first query."""
 
     def count(self, query: Tensor, log_forget: Tensor, pages: Pages, options: dict[str, Any]) -> None:
         """Count the last of the queries `[B, H, Tq, D]`."""
@@ -61,12 +61,12 @@ class WindowGuard:
 
 
 def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
-    """Return causal softmax attention of queries `[B, H, Tq, D]` to keys in pages, which need no order.
+    """Return causal softmax attention of queries `[B, H, Tq, D]` to keys in pages, in any order.
 
-    All slots are read: those of a ring where they are, those of a shared pool as a copy.
+    All slots are read: those of a ring in place, those of a shared pool as a copy.
     """
     if pages.guard is not None:
-        raise ValueError("a window's guard is for TRA: without its gates nothing bounds what older keys weigh")
+        raise ValueError("a window's guard is for TRA: without gates there is no bound on the weight of older keys")
     keys = pages.keys
     batch, columns = keys.table.shape
     if pages.in_order:
@@ -77,7 +77,7 @@ def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
     last = keys.lengths.long()[:, None] - 1
     pinned = -(-pages.sinks // PAGE_SIZE) * PAGE_SIZE
     turn = columns * PAGE_SIZE - pinned
-    newest = last - (last - slot).remainder(turn)  # the newest token that this slot can hold
+    newest = last - (last - slot).remainder(turn)  # the newest token that this slot may have
     token = torch.where(slot < pinned, slot, newest)[:, None]  # [B, 1, slots]
     position = keys.positions(query.shape[2])[..., None]  # [B, Tq, 1]
     is_near = token > position - (keys.capacity if keys.window is None else keys.window)
@@ -89,5 +89,5 @@ def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
 
 
 def _slots(pool: Tensor, pages: int, batch: int) -> Tensor:
-    """Return the pool `[P, Hkv, page, D]` of a ring as `[B, Hkv, slots, D]`: its pages are the rows', in order."""
+    """Return the pool `[P, Hkv, page, D]` of a ring, whose pages are in the order of rows, as `[B, Hkv, slots, D]`."""
     return pool.transpose(1, 2)[:pages].reshape(batch, -1, pool.shape[1], pool.shape[3]).transpose(1, 2)

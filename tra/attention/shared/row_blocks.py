@@ -47,7 +47,7 @@ def max_rows_at_once(inputs: AttentionInputs) -> int:
 def row_blocks(inputs: AttentionInputs) -> tuple[Tensor, ...]:
     """Return the indices of query rows, in blocks whose maps are computed at once.
 
-    An exported graph has one block: it is for any length, so it can't say how many there are.
+    An exported graph has one block, because it takes any length and so can't have a fixed number of blocks.
     """
     rows = torch.arange(inputs.query.shape[2], device=inputs.query.device)
     return (rows,) if is_exporting() else rows.split(max_rows_at_once(inputs))

@@ -18,7 +18,7 @@ VARIABLE = "TRA_TEXT"
 
 
 def documents(path: str | None = None, **_others: Any) -> dict[str, Any]:
-    """The split `test`, of rows with a `text`.
+    """Return the split `test`, with rows that have a `text`.
 
     Args:
         path: The text, from --metadata '{"path": "wiki.test.raw"}'; else the environment variable TRA_TEXT names it.
@@ -32,7 +32,7 @@ def documents(path: str | None = None, **_others: Any) -> dict[str, Any]:
 
 
 def read_documents(path: str) -> list[str]:
-    """Whole documents, in order. Of a folder with splits, those of its test split."""
+    """Return whole documents, in order. For a folder with splits, these are the documents of its test split."""
     splits = find_sources([path])
     found = splits.get("") or splits.get("test")
     if found is None:
@@ -50,7 +50,7 @@ def read_documents(path: str) -> list[str]:
 
 
 def process_results(doc: dict[str, str], results: list[float]) -> dict[str, tuple[float, int]]:
-    """Log-likelihoods with what they are divided by: words between white space, and bytes of UTF-8."""
+    """Return log-likelihoods with their divisors: words between white space, and bytes of UTF-8."""
     (log_likelihood,) = results
     words, size = len(doc["text"].split()), len(doc["text"].encode())
     return {

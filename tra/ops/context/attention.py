@@ -1,4 +1,4 @@
-"""Attention over a sequence that several processes share. `docs/context-parallel.md` has the derivation."""
+"""Attend to a sequence that several processes share. `docs/context-parallel.md` has the derivation."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def context_parallel_attention(
 ) -> Tensor:
     """Return this process's rows of `threshold_relative_attention` over the whole sequence.
 
-    All processes of the group make this call together, with tensors of the same batch, heads, widths and dtype and the
-    same options, and so they do with its backward. If one of them ends or raises, the others raise a RuntimeError,
-    after the timeout of the group at the latest.
+    All processes of the group make this call and its backward together, with tensors of the same batch, heads, widths
+    and dtype, and with the same options. If one of them ends or raises, the others raise a RuntimeError, after the
+    timeout of the group at the latest.
 
     Args:
         query: `[B, H, T, D]`, where T is `parts.own_length`: what `parts.take` returns.
@@ -53,10 +53,11 @@ def context_parallel_attention(
         log_forget: `[B, H, T]`.
         parts: How the sequence is dealt, and where its documents begin if it has several.
         key_mask: `[B, T]` bool. A False key never stays and never counts.
-        tolerance: As there. Where it is above 0, keys that provably don't count are not sent. 0.0 sends all.
-        impl: "blockwise" or "triton"; "auto" takes the kernels on a GPU that they suit.
+        tolerance: As for `threshold_relative_attention`. Above 0, keys that provably don't count are not sent; 0.0
+            sends all keys.
+        impl: "blockwise" or "triton"; "auto" takes the kernels on a GPU where they are available.
 
-    The other arguments are those of `threshold_relative_attention`. There is no dropout of weights.
+    The other arguments are those of `threshold_relative_attention`. Dropout is not available.
 
     Returns:
         `[B, H, T, Dv]` in query's dtype.
@@ -88,7 +89,7 @@ def _check_documents(query: Tensor, key_mask: Tensor | None, parts: SequencePart
 
 
 def _pieces(impl: str, query: Tensor, value: Tensor) -> type[Pieces]:
-    """Return what computes the pieces."""
+    """Return the class that computes the pieces."""
     if impl not in CONTEXT_IMPLEMENTATIONS:
         raise ValueError(unknown_name("impl", impl, CONTEXT_IMPLEMENTATIONS))
     width = max(query.shape[3], value.shape[3])

@@ -1,4 +1,4 @@
-"""The backward walk over a shared sequence: the forward's steps again, and gradients of keys back to their owners."""
+"""The backward walk over a shared sequence: repeat the forward's steps, and send gradients to the owners of keys."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BackwardWalk:
     """The gradients of a call.
 
     Args:
-        found: What the rows of each part found.
-        steps: What the forward did on this process.
-        ticks: When.
+        found: The softmax state of the rows of each part.
+        steps: The steps that the forward did on this process.
+        ticks: The ticks in which it did them.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class BackwardWalk:
         return torch.cat([grad_key, grad_value], dim=-1)[:, 0]
 
     def _return_gradients(self, tick: Tick, grad: Tensor | None) -> Callable[[], None]:
-        """Send the gradients of a tick's keys to their owner. Returns a function that waits for those of own keys.
+        """Send the gradients of a tick's keys to their owner. Return a function that waits for those of own keys.
 
-        It adds them in the order of ticks and, within one, of tasks: every run has the same sum.
+        That function adds them in the order of ticks and, within a tick, of tasks, so that every run has the same sums.
         """
         rank, owner = self.shared.parts.rank, self.shared.parts.owner
         sends, receives, of_served = [], [], []
@@ -107,11 +107,11 @@ class BackwardWalk:
         grad_keys = []
         for part, own in self.shared.own.items():
             grad = self.grad_keys[part]
-            if own.order is not None:  # back to where keys stood before masked ones were moved
+            if own.order is not None:  # restore the order from before masked keys were moved
                 grad = torch.zeros_like(grad).scatter_(1, own.order[..., None].expand_as(grad), grad)
             grad_keys.append(grad[:, None])
         grad_key, grad_value = self.shared.split(self.shared.join(grad_keys))
-        for part, sums in self.sums.items():  # Σ dS should be 0; what it is instead, Σ dS n has times the mean of n
+        for part, sums in self.sums.items():  # Σ dS should be 0; its error is also in Σ dS n, times the mean of n
             self.grad_forget[part] -= sums.grad_scores * sums.distances
         grad_query = self.shared.join(list(self.grad_query.values()))
         dtype = self.shared.dtype

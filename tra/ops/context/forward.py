@@ -1,4 +1,4 @@
-"""The forward walk over a shared sequence: each part's own keys, then older ones while they can count."""
+"""The forward walk over a shared sequence. Each part reads its own keys, then older keys while these can count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tra.ops.stop_bound import OlderKeys, euclidean_norms, key_bounds, log_remai
 
 
 class ForwardWalk:
-    """Leaves what the rows of each part `found`, and the `steps` and `ticks` by which they did."""
+    """The forward of a call. `run` leaves the state of each part's rows in `found`, and its `steps` and `ticks`."""
 
     def __init__(self, shared: SharedKeys, pieces: type[Pieces]) -> None:
         self.shared, self.pieces, self.options = shared, pieces, shared.options
@@ -30,8 +30,8 @@ class ForwardWalk:
     def run(self) -> None:
         """Walk in lockstep with the other ranks.
 
-        The keys of the next tick are asked for before a tick is computed, by what was found two ticks before: the
-        device has that by then, so that nothing waits for it.
+        The keys of the next tick are requested before a tick is computed. Which keys these are depends on the results
+        of two ticks before, which the device has finished by then, so that nothing waits.
         """
         schedule = Schedule(self.parts, self.shared.heads)
         tasks = schedule.next_tasks()
@@ -53,16 +53,16 @@ class ForwardWalk:
             if self.early:
                 results.append((tasks, self.transport.all_gather(unfinished)))
             tasks = upcoming
-        for _, flags in results:  # nothing is left under way
+        for _, flags in results:  # wait until nothing is in flight
             flags()
 
     def _begin(self, tasks: list[Task]) -> Callable[[], Tensor | None]:
-        """Ask for the keys of a tick. Returns a function that waits for them."""
+        """Request the keys of a tick. Return a function that waits for them."""
         self.ticks.append(self.shared.tick(tasks))
         return self.shared.exchange(self.ticks[-1])
 
     def _share_facts(self) -> None:
-        """Let all ranks know how many keys each part has, and what bounds a score with any of them."""
+        """Tell all ranks how many keys each part has, and the bound on scores with these keys."""
         facts = []
         for own in self.shared.own.values():
             largest = torch.zeros(self.shared.heads, dtype=torch.float64, device=self.shared.device)
@@ -71,12 +71,12 @@ class ForwardWalk:
             facts.append(torch.stack([largest, own.n_real.double()]))
         gathered = self.transport.all_gather(torch.stack(facts))()  # [ranks, 2 parts, 2 facts, n]
         by_part = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # [parts, 2 facts, n]
-        self.largest = by_part[:, 0].cummax(0).values  # of the parts up to one
+        self.largest = by_part[:, 0].cummax(0).values  # over the parts up to each part
         self.shared.n_real = by_part[:, 1].long()
-        self.n_older = self.shared.n_real.cumsum(0) - self.shared.n_real  # of the parts before one
+        self.n_older = self.shared.n_real.cumsum(0) - self.shared.n_real  # over the parts before each part
 
     def _attend(self, part: int, task: Task | None, keys: Tensor | None) -> Tensor:
-        """Let rows of a part read keys. Returns which heads have to read on, `[n]` uint8."""
+        """Attend from the rows of a part to keys. Return which heads have to read older keys, `[n]` uint8."""
         piece, heads = self.shared.piece_inputs(part, task, keys)
         segment = Segment(part, 0, self.parts.size(part)) if task is None else task.keys
         older = OlderKeys(self.parts.starts[segment.part] + segment.start, self.largest[segment.part][heads])

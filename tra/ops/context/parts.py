@@ -1,4 +1,4 @@
-"""How a sequence is dealt to the processes that share it."""
+"""Divide a sequence into parts for the processes that share it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tra.ops.context.transport import GroupTransport, Transport
 class SequenceParts:
     """One sequence in two parts per process: process r of N has parts r and 2N - 1 - r, in this order.
 
-    In causal order the work on a part grows with its number, so that all processes have the same. Parts are of equal
-    length, up to one token, and hold neighbouring tokens.
+    In causal order, the work of a part grows with its number, so that this gives all processes the same work. Parts are
+    neighbouring tokens, and their lengths differ by at most one.
 
     Args:
         length: Tokens of the whole sequence, padding included; at least two per process.
-        group: The processes that share it; all by default. Or an object with the methods of `Transport`.
+        group: The processes that share it, or an object with the methods of `Transport`; all processes by default.
     """
 
     def __init__(self, length: int, group: dist.ProcessGroup | Transport | None = None) -> None:
@@ -53,11 +53,11 @@ class SequenceParts:
         return found
 
     def size(self, part: int) -> int:
-        """Return the tokens of a part."""
+        """Return the number of tokens of a part."""
         return self.starts[part + 1] - self.starts[part]
 
     def owner(self, part: int) -> int:
-        """Return the rank that has a part."""
+        """Return the rank that owns a part."""
         return min(part, self.number - 1 - part)
 
     def parts_of(self, rank: int) -> tuple[int, int]:
@@ -66,16 +66,16 @@ class SequenceParts:
 
     @property
     def own_length(self) -> int:
-        """Tokens of this process."""
+        """Number of tokens of this process."""
         return sum(self.size(part) for part in self.parts_of(self.rank))
 
     def own_slices(self) -> dict[int, slice]:
-        """Return where this process's parts lie in its own tokens."""
+        """Return the slice of each part of this process within its own tokens."""
         low, high = self.parts_of(self.rank)
         return {low: slice(0, self.size(low)), high: slice(self.size(low), self.own_length)}
 
     def take(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this process's tokens of a tensor that has all of them along `dim`."""
+        """Return this process's tokens of a tensor that has all tokens along `dim`."""
         if tensor.shape[dim] != self.length:
             raise ValueError(f"expected {self.length} tokens along dimension {dim}, got shape {tuple(tensor.shape)}")
         parts = [tensor.narrow(dim, self.starts[p], self.size(p)) for p in self.parts_of(self.rank)]
@@ -83,7 +83,7 @@ class SequenceParts:
 
     @torch.no_grad()
     def join(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return all tokens of a tensor that has this process's along `dim`. Without gradients."""
+        """Return all tokens of a tensor that has this process's tokens along `dim`. Without gradients."""
         self.check_own(tensor.shape[dim])
         longest = max(self.size(part) for part in range(self.number))
         own = tensor.detach().movedim(dim, 0)
@@ -95,7 +95,7 @@ class SequenceParts:
         return torch.cat(parts).movedim(0, dim)
 
     def check_own(self, length: int) -> None:
-        """Raise a ValueError if a tensor doesn't have as many tokens as this process."""
+        """Raise a ValueError if a tensor's length is not the number of this process's tokens."""
         if length != self.own_length:
             raise ValueError(
                 f"process {self.rank} of {self.ranks} has {self.own_length} of {self.length} tokens, got {length}"

@@ -1,4 +1,4 @@
-"""Rows over a piece of their keys, in PyTorch or by the kernels, and how neighbouring pieces become one."""
+"""Attend to a piece of the keys, in PyTorch or by the kernels, and merge neighbouring pieces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PieceInputs(NamedTuple):
     key: Tensor  # [n, 1, K, D]
     value: Tensor  # [n, 1, K, Dv]
     log_forget: Tensor  # [n, G, R]
-    first: Tensor | None  # [n, R]: visible keys; without them, keys are the queries' own, in causal order
+    first: Tensor | None  # [n, R]: first visible key; None: queries and keys are of the same tokens, in causal order
     last: Tensor | None
 
     def ranges(self) -> tuple[Tensor, Tensor]:
@@ -41,15 +41,15 @@ class PieceInputs(NamedTuple):
 
 
 class PieceResult(NamedTuple):
-    """What rows found in a piece, their walks having read it from its newest key on."""
+    """The state of rows after they have read a piece, from its newest key on."""
 
-    rows: RunningSoftmax  # [n, G, R]; `out` is divided by `total`, logits are as if the piece were all there is
+    rows: RunningSoftmax  # [n, G, R]; `out` is divided by `total`, and logits are as if there were no other keys
     stops: Tensor  # where walks stopped, in the implementation's form
     stopped: Tensor  # [n, 1 or G, R] bool: neither the rest of the piece nor any older key counts
 
 
 def merge(newer: RunningSoftmax, older: RunningSoftmax, log_forget: Tensor) -> RunningSoftmax:
-    """Return what rows found in two neighbouring pieces: the older one's logits move by δ x the newer one's count."""
+    """Return the state of rows over two neighbouring pieces. Logits of the older move by δ x the newer's count."""
     moved = older.highest + log_forget * newer.counted_keys
     highest = torch.maximum(newer.highest, moved)
     reference = torch.where(highest == -torch.inf, 0.0, highest)
@@ -61,7 +61,7 @@ def merge(newer: RunningSoftmax, older: RunningSoftmax, log_forget: Tensor) -> R
 
 
 class BlockwisePieces:
-    """Pieces by the walk in PyTorch."""
+    """Pieces computed by the walk in PyTorch."""
 
     @staticmethod
     def has_distances_less_one(query: Tensor, options: AttentionOptions) -> bool:
@@ -90,7 +90,7 @@ class BlockwisePieces:
         """Return the gradients, and sums to correct them by.
 
         Args:
-            rows: What whole rows found, but for the counted keys, which are those right of the piece.
+            rows: The state of whole rows. Only the counted keys are those right of the piece.
         """
         sums = RowSums(torch.empty_like(rows.total), torch.empty_like(rows.total))
         seed = _no_seed(inputs.query)
@@ -98,7 +98,7 @@ class BlockwisePieces:
 
 
 class TritonPieces:
-    """Pieces by the kernels."""
+    """Pieces computed by the kernels."""
 
     @staticmethod
     def has_distances_less_one(query: Tensor, options: AttentionOptions) -> bool:
@@ -116,7 +116,7 @@ class TritonPieces:
         state = ForwardState(out, out.new_empty(0), reference, total, stops)
         run_forward(state, query, key, value, log_forget, first, last, None, options, older=older, counted=counted)
         is_null = reference >= NULL_REFERENCE
-        if query.dtype != torch.float32:  # the reference has the sum in it, in powers of two
+        if query.dtype != torch.float32:  # the reference includes the sum, in powers of two
             reference, total = reference / launch.logit_unit(query.dtype), torch.ones_like(reference)
         rows = RunningSoftmax(reference.masked_fill(is_null, -torch.inf), total.masked_fill(is_null, 0.0), counted, out)
         if first is None or last is None:
@@ -132,11 +132,7 @@ class TritonPieces:
         stops: Tensor,
         options: AttentionOptions,
     ) -> tuple[Sequence[Tensor], RowSums | None]:
-        """Return the gradients, and sums to correct them by.
-
-        Args:
-            rows: What whole rows found, but for the counted keys, which are those right of the piece.
-        """
+        """See `BlockwisePieces`."""
         query, key, value, log_forget, first, last = _for_kernels(inputs)
         is_null, reference, total = rows.total == 0, rows.highest, torch.where(rows.total == 0, 1.0, rows.total)
         if query.dtype != torch.float32:

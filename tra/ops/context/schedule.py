@@ -1,6 +1,6 @@
-"""Which part of a shared sequence reads which keys, and when. `docs/context-parallel.md` says why in this order.
+"""Schedule which part of a shared sequence reads which keys, and when. `docs/context-parallel.md` explains the order.
 
-All ranks compute the same schedule from the same facts, so nothing but these facts has to be agreed.
+All ranks compute the same schedule from the same facts, so they exchange only these facts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tra.ops.context.parts import SequenceParts
 
 SMALLEST_SEGMENT = 1024
-"""Keys that a part reads at a time where it has read few. Walks that end early end within the first of them."""
+"""Keys of a part's first segments, before segments grow. Most walks that end early end within these."""
 
 
 class Segment(NamedTuple):
@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
     part: int
     keys: Segment
-    heads: tuple[int, ...]  # numbers among batch x key heads
+    heads: tuple[int, ...]  # indices into batch x key heads
 
 
 class Schedule:
@@ -44,7 +44,7 @@ class Schedule:
         self.position = [0] * parts.number
 
     def next_tasks(self) -> list[Task]:
-        """Return the next tick's tasks, at most one of each rank. There are none after the end."""
+        """Return the tasks of the next tick, at most one per rank; an empty list at the end."""
         tasks = []
         for rank in range(self.parts.ranks):
             for part in reversed(self.parts.parts_of(rank)):
@@ -55,14 +55,14 @@ class Schedule:
         return tasks
 
     def learn(self, tasks: Sequence[Task], unfinished: Sequence[Sequence[int]]) -> None:
-        """Take in what a tick has found: by rank, whether each head has to read on."""
+        """Record the result of a tick: for each rank, whether each head has to read on."""
         for task in tasks:
             flags = unfinished[self.parts.owner(task.part)]
             self.walking[task.part] = tuple(head for head in self.walking[task.part] if flags[head])
 
 
 def segments_before(parts: SequenceParts, part: int) -> list[Segment]:
-    """Return the keys older than a part, newest first: each segment half as long as all before, within a part."""
+    """Return the keys older than a part in segments, newest first. Each lies in one part; later segments are longer."""
     found: list[Segment] = []
     read = 0
     for older in range(part - 1, -1, -1):

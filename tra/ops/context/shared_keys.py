@@ -1,4 +1,4 @@
-"""The parts of a shared sequence that this process has, and how keys get from their owners to where they are read."""
+"""Hold this process's parts of a shared sequence, and exchange keys between their owners and their readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OwnPart(NamedTuple):
     query: Tensor  # [n, G, R, D]
     log_forget: Tensor  # [n, G, R]
     keys: Tensor  # [n, R, D + Dv]: keys beside their values; if there is a mask, real keys at the end
-    order: Tensor | None  # [n, R]: the place that a key was moved from, if there is a mask
+    order: Tensor | None  # [n, R]: each key's place before masked keys were moved, if there is a mask
     first: Tensor | None  # [n, R]: the keys of this part that a row sees, if there is a mask
     last: Tensor | None
     n_real: Tensor  # [n]: keys that aren't masked
@@ -29,7 +29,7 @@ class OwnPart(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the forward did for rows of a part, for backward."""
+    """A step of the forward for rows of a part, which backward repeats."""
 
     part: int
     task: Task | None  # None: the part's own keys
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """What this process does at one time."""
+    """The tasks of this process at one time."""
 
     mine: Task | None
     served: list[Task]  # tasks, of any rank, that read this process's keys
@@ -90,7 +90,7 @@ class SharedKeys:
         return keys[..., : self.width], keys[..., self.width :]
 
     def index(self, heads: tuple[int, ...]) -> Tensor | slice:
-        """Return what selects heads."""
+        """Return an index that selects heads."""
         return slice(None) if len(heads) == self.heads else torch.tensor(heads, device=self.device)
 
     def tick(self, tasks: Sequence[Task]) -> Tick:
@@ -100,7 +100,7 @@ class SharedKeys:
         return Tick(mine, [task for task in tasks if owner(task.keys.part) == rank])
 
     def exchange(self, tick: Tick) -> Callable[[], Tensor | None]:
-        """Send and ask for the keys of a tick. Returns a function that waits for those of this process's task."""
+        """Send and request the keys of a tick. Return a function that waits for the keys of this process's task."""
         rank, owner = self.parts.rank, self.parts.owner
         sends = [Message(self._own_keys(task), owner(task.part)) for task in tick.served if owner(task.part) != rank]
         receives: list[Message] = []
@@ -119,7 +119,7 @@ class SharedKeys:
         return wait
 
     def empty_keys(self, task: Task) -> Tensor:
-        """Return room for the keys of a task, or for their gradients, `[h, K, D + Dv]`."""
+        """Return an empty tensor for the keys of a task, or for their gradients, `[h, K, D + Dv]`."""
         shape = (len(task.heads), task.keys.stop - task.keys.start, self.row_width)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
@@ -128,7 +128,7 @@ class SharedKeys:
         return keys[self.index(task.heads)].contiguous()
 
     def piece_inputs(self, part: int, task: Task | None, keys: Tensor | None) -> tuple[PieceInputs, Tensor | slice]:
-        """Return rows with the keys of a task, or with their part's own; and what selects the rows' heads."""
+        """Return rows with the keys of a task, or of their own part, and an index that selects the rows' heads."""
         own = self.own[part]
         if task is None or keys is None:
             key, value = self.split(own.keys[:, None])
@@ -149,12 +149,12 @@ class SharedKeys:
         return self.parts.starts[keys.part] + keys.start
 
     def n_masked(self, part: int) -> Tensor:
-        """Return the number of masked keys of a part, `[n]`, which stand before the real ones."""
+        """Return the number of masked keys of a part, `[n]`, which come before the real keys."""
         return self.parts.size(part) - self.n_real[part]
 
 
 def _own_part(query: Tensor, log_forget: Tensor, keys: Tensor, key_mask: Tensor | None) -> OwnPart:
-    """Move real keys to the end, in order, so that a part's newest keys are last. `keys` is `[n, 1, R, D + Dv]`."""
+    """Return a part with its real keys moved to the end, in order. `keys` is `[n, 1, R, D + Dv]`."""
     keys, length = keys[:, 0], query.shape[2]
     if key_mask is None:
         n_real = torch.full((len(keys),), length, device=keys.device)

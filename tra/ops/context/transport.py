@@ -1,4 +1,4 @@
-"""How processes that share a sequence exchange tensors. Both calls return at once, with a function that waits."""
+"""Exchange tensors between processes that share a sequence. Both calls return a waiting function at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "al
 
 
 class Message(NamedTuple):
-    """A tensor that goes to another rank, or one that is to be filled from there."""
+    """A tensor to send to another rank, or to fill from there."""
 
     tensor: Tensor  # contiguous
     peer: int
 
 
 class Transport(Protocol):
-    """What `context_parallel_attention` needs of a group of processes. All ranks make the same calls in one order."""
+    """The exchanges that `context_parallel_attention` needs. All ranks make the same calls in the same order."""
 
     rank: int
     ranks: int
@@ -34,7 +34,7 @@ class Transport(Protocol):
 
 
 class GroupTransport:
-    """The processes of a group of `torch.distributed`; its timeout says how long a lost one is waited for."""
+    """A group of `torch.distributed`. Its timeout says how long to wait for a lost process."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -52,7 +52,7 @@ class GroupTransport:
         def wait() -> None:
             for work in works:
                 work.wait()
-            operations.clear()  # until here what is sent must not be freed
+            operations.clear()  # keeps what is sent alive until here
 
         return wait
 
@@ -63,7 +63,7 @@ class GroupTransport:
 
         def wait() -> Tensor:
             work.wait()
-            assert len(sent) == 1  # until here what is sent must not be freed
+            assert len(sent) == 1  # keeps what is sent alive until here
             return gathered
 
         return wait

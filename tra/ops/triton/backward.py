@@ -13,9 +13,9 @@ from tra.ops.triton.direct_launch import TRITON, Launcher
 from tra.ops.triton.launch import ForwardState, device_guard, heads_sorted_together, rows_contiguous
 
 MIN_TRANSIENT_BYTES = 256 * 2**20
-"""What backward may always hold beside its results: a number per query row and key block, for a chunk of rows."""
+"""Bytes that backward may always hold besides its results: a number per row and key block, for a chunk of rows."""
 TRANSIENT_SHARE = 16
-"""It may hold one part in this many of a GPU's memory: fewer chunks, and fewer sums over chunks."""
+"""Backward may hold one part in this many of a GPU's memory. More memory means fewer chunks and sums over them."""
 
 
 class Gradients(NamedTuple):
@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
 
 
 class NormFactors(NamedTuple):
-    """What an RMS norm multiplied rows by. Gradients are then those of what went into the norm and into log σ."""
+    """Factors by which an RMS norm multiplied rows. Gradients are then those of the inputs of the norm and of log σ."""
 
     query: Tensor  # [B, H, Tq]
     key: Tensor  # [B, Hkv, Tk]
@@ -66,12 +66,12 @@ def run_backward(
     launcher: Launcher = TRITON,
     counted_right: Tensor | None = None,
 ) -> None:
-    """Fill `grads` by two kernels, over chunks of query rows: what one leaves for the other stays within bounds.
+    """Fill `grads` with two kernels, over chunks of query rows, which bound the memory between the two.
 
     Args:
         early: Whether walks of the forward may have stopped. The `tolerance` of the options isn't read.
-        counted_right: `[B, H, Tq]`, where these keys are a piece of a row's: the counted keys right of it. `state` is
-            then that of whole rows, but for `stop`.
+        counted_right: `[B, H, Tq]`, if these keys are a piece of a row's keys: the number of counted keys right of it.
+            `state` is then that of whole rows, except `stop`.
     """
     from tra.ops.triton.backward_kernels import key_gradient_kernel, query_gradient_kernel
 
@@ -97,7 +97,7 @@ def run_backward(
         n_blocks = -(-n_keys // tile.keys)
         rows = max(1, _transient_bytes(q.device) // (4 * batch * heads * n_blocks * tile.rows)) * tile.rows
         once = rows >= n_queries
-        starter = launcher if once else TRITON  # a recorder would hold what all chunks need at once
+        starter = launcher if once else TRITON  # a recorder would allocate for all chunks at once
         grad_k, grad_v = grads.key, grads.value
         if not once:
             grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (grad_k, grad_v))

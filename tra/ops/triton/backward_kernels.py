@@ -99,11 +99,10 @@ def query_gradient_kernel(
 
     Leaves for `key_gradient_kernel`: SLOPE_INNER `[B H, Tq, 2]`, a row's slope and Σ P dP; OFFSETS `[B H, n_blocks,
     n_rows]`, slope · (keys counted right of a key block) - REF, or their number if ONLINE (less one without a margin,
-    as in the forward); WALK_ENDS `[B H, row
-    blocks, 2]`, the oldest and newest key block read. The key blocks of that kernel are KEY_RATIO times as long.
-    BEFORE_NORM: gradients are those of queries before their norm, which multiplied rows by NORM_FACTOR, and of gates
-    before log σ. PIECE: rows have COUNTED_RIGHT counted keys right of these keys, and OUT, REF and TOTAL are those of
-    whole rows.
+    as in the forward); WALK_ENDS `[B H, row blocks, 2]`, the oldest and newest key block read. The key blocks of that
+    kernel are KEY_RATIO times as long. BEFORE_NORM: gradients are those of queries before their norm, which multiplied
+    rows by NORM_FACTOR, and of gates before log σ. PIECE: rows have COUNTED_RIGHT counted keys right of these keys, and
+    OUT, REF and TOTAL are those of whole rows.
     """
     blocks = n_rows // BM
     i_bh, i_m = head_and_block(blocks, heads_sorted)
@@ -167,7 +166,7 @@ def query_gradient_kernel(
                 D, DV, BD, BDV, BN, KEY_RATIO, PHASE != 1, RANGES, ONLINE, FLOAT32, DROPOUT, MARGIN, PRECISION,
             )  # fmt: skip
         newest = tl.minimum(newest, end - 1)
-    if FLOAT32 and not PIECE:  # over a piece Σ dS needs not be 0
+    if FLOAT32 and not PIECE:  # over a piece Σ dS may differ from 0
         # Σ dS should be 0. If Σ P dP is off by e, then Σ dS is -e, Σ dS n is off by -e · Σ P n, and Σ dS k likewise.
         b_dforget -= b_surplus * b_distance
         b_dq -= b_surplus[:, None] * b_mean
@@ -308,7 +307,7 @@ def key_gradient_kernel(
     o_k = j * BN + o_n
     blocks = n_rows // BM
     n_loaded, blocks_to_list = n_keys, blocks // ROW_RATIO
-    if SKIP and ACCUMULATE:  # many chunks: few of their walks read these keys, and without any nothing is loaded
+    if SKIP and ACCUMULATE:  # with many chunks, few walks read these keys; without any, nothing is loaded
         is_read = _is_read(WALK_ENDS, i_b * heads + i_hk * group, group, j, blocks_to_list)
         n_loaded, blocks_to_list = tl.where(is_read, n_keys, 0), tl.where(is_read, blocks_to_list, 0)
     b_k = load_tile(K + i_b * stride_kb + i_hk * stride_kh, j * BN, stride_k, n_loaded, D, BD, BN, True)

@@ -58,7 +58,7 @@ def decode_attention(
 ) -> Tensor:
     """Return what `tra::decode` returns, in `out` if given.
 
-    With a `tile` or `piece` keys are divided as these say.
+    A `tile` or `piece` says how keys are divided.
     """
     early = _may_stop(options)
     n_keys = _keys_to_plan(key, block_table, max_keys)
@@ -89,7 +89,7 @@ def decode_attention(
 
 
 def _keys_to_plan(key: Tensor, block_table: Tensor | None, max_keys: int | None) -> int:
-    """Return how many keys a walk may meet: all slots, or in pages those that queries see, from any place in a page."""
+    """Return the most keys that a walk may read: all slots, or of pages those in which queries see a key."""
     if block_table is None:
         return key.shape[2]
     capacity = block_table.shape[1] * key.shape[2]
@@ -186,7 +186,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _reference_is_fixed(dtype: torch.dtype, score_bound: float | None) -> bool:
-    """Say whether a row's slope δ is the reference of its weights, instead of a running maximum.
+    """Return whether a row's slope δ is the reference of its weights, instead of a running maximum.
 
     A piece's first kept key then weighs at least 2^-B, B the bound in powers of two, and none more than 2^B. What is
     flushed, below 2^-126 in float32 and bfloat16, is at most 2^(2B - 126) of a row: 2^-24 where 2B <= MAX_FIXED_SPAN,

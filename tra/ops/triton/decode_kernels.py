@@ -190,7 +190,7 @@ def decode_kernel(
     b_former = tl.full([BM], float("-inf"), tl.float32)
     b_total, b_count = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     b_ref = b_total if FIXED_REFERENCE else b_former  # less the slope, as counts are less one
-    # With a margin references leave it out everywhere: several pieces may have distances of 1, and must agree.
+    # With a margin all references leave out the 1 of distances: several pieces may have it, and must agree.
     b_shift = b_slope if MARGIN == NO_MARGIN else b_slope * 0.0
     b_geometric, top = b_slope, (j + 1) * BN
     steps, stopped = j * 0 + LARGE_INDEX, j * 0.0

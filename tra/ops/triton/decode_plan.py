@@ -17,14 +17,14 @@ LATER_PIECE_KEYS = 512
 MIN_LATER_PIECES = 4
 """Pieces of a later phase with many heads: a head that hardly forgets shouldn't be a single walk."""
 MAX_FIRST_PIECES, MAX_PIECES = 16, 128
-"""Of the first phase, and of any other, per key head. More would cost the merge more than they save."""
+"""Most pieces of the first phase and of any other, per key head. More would cost the merge more than they save."""
 MAX_ONE_PIECE_KEYS, MAX_ONE_PIECE_KEYS_FULL = 2048, 1024
 """Up to here one piece per head is enough, on walks that may stop and on full ones, if there are enough heads to keep
 every processor busy. It saves the merge."""
 LONG_PIECE_KEYS = 2048
-"""Pieces of a full walk that have so many keys are even enough: three per processor, which it holds at once."""
+"""Keys from which pieces of a full walk are even enough: three per processor, which it holds at once."""
 PHASE_GROWTH = 4096
-"""A phase ends at so many times the keys of the phases before it: two phases up to a million keys and more."""
+"""A phase ends at this many times the keys of earlier phases, which gives two phases for a million keys and more."""
 
 TILES: dict[tuple[int, int], tuple[ForwardTile, ...]] = {
     # (bytes per number, widest head): best first. Hopper's products take 64 keys at once, as in the forward.

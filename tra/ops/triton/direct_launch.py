@@ -1,16 +1,16 @@
-"""Launches that are made again without Triton's work on the host.
+"""Repeat launches without Triton's work on the host.
 
-For every launch Triton binds and specialises each argument, builds a key of all of them and looks the kernel up: more
-time than a short kernel takes. A `LaunchRecorder` lets Triton launch the kernels of a call once, and notes the compiled
-kernels and their arguments. The `LaunchPlan` launches them again, with other pointers.
+For every launch, Triton binds and specialises each argument, builds a key from all arguments, and looks the kernel up.
+This takes longer than a short kernel. A `LaunchRecorder` lets Triton launch the kernels of a call once, and records the
+compiled kernels and their arguments. The `LaunchPlan` launches them again, with other pointers.
 
-Whoever keeps a plan must keep it under all that the launches depend on: shapes, strides, dtypes, the device, options.
-Of pointers, Triton's specialisation depends on whether they are multiples of 16: a plan is for calls where all are.
+A plan may only be used for calls with the same shapes, strides, dtypes, device and options. Triton also specialises on
+whether pointers are multiples of 16, so a plan is for calls in which all pointers are.
 
-This rests on how Triton 3.6 calls a compiled kernel: `kernel.run(*grid, stream, function, metadata, hook's metadata,
-hooks, *arguments)`, pointers as integers or tensors. With other versions no plan is made, and Triton launches.
+This depends on how Triton 3.6 calls a compiled kernel: `kernel.run(*grid, stream, function, metadata, hook's metadata,
+hooks, *arguments)`, with pointers as integers or tensors. With other versions no plan is made, and Triton launches.
 
-No GPU has run this yet. Until one has, it has to be asked for: `TRA_DIRECT_LAUNCH=1` in the environment.
+This has not run on a GPU yet. Until it has, it is off unless the environment has `TRA_DIRECT_LAUNCH=1`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 TRITON_VERSIONS = ("3.6.",)
-"""Those whose source was read for this."""
+"""Versions of Triton whose source was checked for this."""
 ALIGNMENT = 16
-"""Bytes. Pointers that are multiples of it have kernels of their own. What PyTorch allocates is aligned to far more."""
+"""Bytes. Triton compiles separate kernels for pointers that are multiples of it, as PyTorch's allocations are."""
 SCRATCH_ALIGNMENT = 256
-"""Bytes, of the parts of one allocation."""
+"""Bytes to which the parts of one allocation are aligned."""
 
 
 class Launcher:
     """Launches kernels as Triton does."""
 
     def begin(self) -> None:
-        """Begin a call's launches, anew if some were tried in vain."""
+        """Begin the launches of a call, or begin them again after launches that failed."""
 
     def empty(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor that only the kernels of this call use."""
@@ -63,10 +63,7 @@ class DirectLaunch(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """The launches of a call.
-
-    It holds no tensors: pointers come in the order of the recorder's `tensors`.
-    """
+    """The launches of a call, without tensors. Pointers are given in the order of the recorder's `tensors`."""
 
     launches: tuple[DirectLaunch, ...]
     scratch_offsets: tuple[int, ...]
@@ -74,7 +71,7 @@ class LaunchPlan(NamedTuple):
 
     def launch(self, device: torch.device, pointers: list[int], *numbers: int) -> None:
         """Launch the kernels on the current stream of the device, which must be the current one."""
-        if self.scratch_bytes:  # freed in the order of the stream, like any tensor
+        if self.scratch_bytes:  # freed in stream order, like any tensor
             scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
             start = scratch.data_ptr()
             pointers = [*pointers, *[start + offset for offset in self.scratch_offsets]]
@@ -85,11 +82,11 @@ class LaunchPlan(NamedTuple):
 
 
 class LaunchRecorder(Launcher):
-    """Launches kernels as Triton does, and notes how.
+    """Launches kernels as Triton does, and records the launches.
 
     Args:
-        tensors: What the kernels read and write, beside what `empty` returns.
-        numbers: Names of the kernels' numbers that change from call to call. No kernel may be specialised on them.
+        tensors: Tensors that the kernels read and write, besides those that `empty` returns.
+        numbers: Names of the kernels' number arguments that change from call to call. No kernel may specialise on them.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], numbers: tuple[str, ...] = ()) -> None:
@@ -107,7 +104,7 @@ class LaunchRecorder(Launcher):
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         fixed = set(kernel.arg_names) - set(getattr(kernel, "do_not_specialize", kernel.arg_names))
-        assert not fixed & set(self._numbers)  # Triton might need another kernel for another number
+        assert not fixed & set(self._numbers)  # Triton may need another kernel for another number
         compiled = launch_by_triton(kernel, grid, arguments, constants)
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
         named = {name: given[name] for name in kernel.arg_names}
@@ -146,12 +143,12 @@ class LaunchRecorder(Launcher):
 
 
 def round_up(n_bytes: int) -> int:
-    """Return where the next part of an allocation may begin."""
+    """Return a number of bytes rounded up, where the next part of an allocation may begin."""
     return math.ceil(n_bytes / SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
 
 
 def launch_by_triton(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
-    """Launch a kernel, and return it compiled; None if it can't be launched directly."""
+    """Launch a kernel, and return the compiled kernel; None if it can't be launched directly."""
     compiled = kernel[grid](*arguments, **constants)
     return None if kernel.pre_run_hooks or hasattr(compiled, "result") else compiled
 
@@ -171,7 +168,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _runtime_knobs() -> Any:
-    """Return Triton's settings of launches; None where launches can't be made directly."""
+    """Return Triton's settings of launches; None if direct launches are not possible."""
     import triton
 
     is_wanted = os.environ.get("TRA_DIRECT_LAUNCH") == "1"
@@ -180,7 +177,7 @@ def _runtime_knobs() -> Any:
 
 
 def can_launch_directly() -> bool:
-    """Return whether it is asked for, Triton is of a known version, and no profiler has set a hook on launches."""
+    """Return whether direct launches are asked for, Triton's version is known, and no profiler hooks into launches."""
     knobs = _runtime_knobs()
     if knobs is None:
         return False

@@ -1,8 +1,9 @@
-"""Eager calls on a GPU: past PyTorch's dispatcher where nothing can see the difference, past all checks when repeated.
+"""Speed up eager calls on a GPU: skip PyTorch's dispatcher, and skip all checks in repeated calls.
 
-A call through the dispatcher costs the host some ten times what PyTorch's own attention does, so small shapes wait for
-it. Here a kind of call (shapes, strides, dtypes, device, options) is checked once, by `api.py`. Its launches are then
-recorded (`direct_launch.py`), and further calls only allocate and launch. The kernels and their arguments are the same.
+A call through the dispatcher costs the host some ten times as much as PyTorch's own attention, so that small shapes
+wait for the host. Here each kind of call (shapes, strides, dtypes, device, options) is checked once, by `api.py`. Its
+launches are then recorded (`direct_launch.py`), and later calls only allocate and launch. Kernels and arguments stay
+the same.
 
 Whatever could see or change the operator's call takes the way through the dispatcher: see `tra/ops/watchers.py`.
 """
@@ -43,9 +44,9 @@ from tra.ops.triton.launch import ForwardState, out_strides, rows_contiguous
 from tra.ops.watchers import nothing_watches
 
 MAX_KINDS = 512
-"""Kinds of calls that are remembered; then the oldest is forgotten."""
+"""Most kinds of calls that are kept; then the oldest is dropped."""
 MAX_BACKWARD_PLANS = 16
-"""Of one kind: gradients may come in several layouts."""
+"""Most backward plans of one kind, since gradients may come in several layouts."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 NUMBER_TYPES = (float, int, bool, str, type(None))
 """Of arguments that are remembered: a tensor's value might change."""
@@ -56,18 +57,18 @@ takes: Callable[[Tensor], bool] = attrgetter("is_cuda")
 
 
 class Kind(NamedTuple):
-    """A kind of call, and where this call's tensors lie."""
+    """A kind of call, and the pointers of this call's tensors."""
 
     key: Hashable
     pointers: list[int]
     numbers: tuple[Any, ...]
     training: bool
     decodes: bool
-    """If the call isn't one for decoding, keys are described too vaguely."""
+    """Whether it is a call of decoding. Its key has lengths only roughly, which the forward kernel couldn't use."""
 
 
 def describe(tensors: Sequence[Tensor]) -> tuple[list[Any], list[int]] | None:
-    """Return four facts about each tensor, and where they lie; None unless all are plain, aligned tensors."""
+    """Return four facts about each tensor, and their pointers; None unless all are plain, aligned tensors."""
     facts: list[Any] = []
     pointers = []
     try:
@@ -93,7 +94,7 @@ def kind_of(
         return None
     if (described := describe(tensors if key_lengths is None else (*tensors, key_lengths))) is None:
         return None
-    if os.environ.get("TRA_AUTOTUNE"):  # it may be set at any time, and measures at the first call of its kind
+    if os.environ.get("TRA_AUTOTUNE"):  # may be set at any time, and measures at the first call of a kind
         return None
     facts, pointers = described
     training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -107,16 +108,16 @@ def kind_of(
 
 
 def _launcher(record: bool, tensors: Sequence[Tensor | None], numbers: tuple[str, ...] = ()) -> Launcher:
-    """Return what launches, and records if wished and possible: one tensor in two places would be taken for one place.
+    """Return a launcher, which records if `record` is set and possible.
 
-    In the next call of the kind they may be two.
+    It can't record if one tensor is given twice, since the next call of the kind may have two tensors there.
     """
     places = [id(x) for x in tensors if x is not None]
     return LaunchRecorder(tensors, numbers) if record and len(set(places)) == len(places) else TRITON
 
 
 class ForwardCall:
-    """Calls of one kind that the forward kernel takes, with or without gradients."""
+    """Calls of one kind to the forward kernel, with or without gradients."""
 
     def __init__(self, query: Tensor, value: Tensor, options: AttentionOptions, training: bool) -> None:
         self.row_shape = tuple(query.shape[:3])
@@ -144,7 +145,7 @@ class ForwardCall:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, pointers: list[int]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the output, the rest of a `ForwardState` in one piece, and the seed of dropout."""
+        """Return the output, the rest of a `ForwardState` in one tensor, and the seed of dropout."""
         out = torch.empty_strided(*self.out_layout, dtype=self.dtype, device=self.device)
         kept = torch.empty(self.kept_bytes, dtype=torch.uint8, device=self.device)
         seed = draw_seed(self.device) if self.options.dropout > 0 else None
@@ -209,7 +210,7 @@ class ForwardCall:
         return [0 if seed is None else seed.data_ptr(), out.data_ptr(), *[start + offset for offset in self.offsets]]
 
     def state(self, out: Tensor, kept: Tensor) -> ForwardState:
-        """Return views of what `forward` returned."""
+        """Return the results of `forward` as views."""
         n_rows = math.prod(self.row_shape)
 
         def part(index: int, numbers: int, dtype: torch.dtype) -> Tensor:
@@ -240,7 +241,7 @@ class _Attention(torch.autograd.Function):
 
 
 class DecodeCall:
-    """Calls of one kind that the decode kernels take. Keys may become more, see `DECODE_KEYS_STEP`."""
+    """Calls of one kind to the decode kernels. The number of keys may grow, see `DECODE_KEYS_STEP`."""
 
     def __init__(self, query: Tensor, value: Tensor, options: AttentionOptions) -> None:
         self.out_layout = ((*query.shape[:3], value.shape[3]), out_strides(query, value.shape[3]))
@@ -282,14 +283,14 @@ class DecodeCall:
 
 EagerCall = ForwardCall | DecodeCall
 SEEN: dict[Hashable, EagerCall] = {}
-"""Kinds of calls that have passed all checks. What is kept holds no tensors."""
+"""Kinds of calls that have passed all checks. The values hold no tensors."""
 _lock = threading.Lock()
 
 
 def learn(
     kind: Kind, query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, options: AttentionOptions
 ) -> EagerCall | None:
-    """Return what takes a call of a kind that was checked and chosen for the kernels, and remember it.
+    """Return the object that takes calls of a kind, which was checked and chosen for the kernels, and keep it.
 
     None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, numbers
     of other types, or `key_lengths` in the forward kernel.
@@ -316,7 +317,7 @@ def learn(
 
 
 def remember(known: dict[Hashable, Any], key: Hashable, value: Any, most: int) -> None:
-    """Set a key, and forget the oldest one of more than `most`."""
+    """Set a key, and drop the oldest key if there are more than `most`."""
     with _lock:
         known[key] = value
         while len(known) > most:

@@ -92,7 +92,7 @@ def run_forward(
     older: OlderKeys | None = None,
     counted: Tensor | None = None,
 ) -> None:
-    """Fill `state` and, where these keys are a piece of a row's, the number of `counted` keys `[B, H, Tq]`.
+    """Fill `state` and, if these keys are a piece of a row's keys, the number of `counted` keys `[B, H, Tq]`.
 
     Args:
         older: The keys of the rows that other calls read, in float32; with `counted`.

@@ -66,7 +66,9 @@ def _forward_block(
     else:
         b_x = b_s * score_scale + (b_slope[:, None] * b_n + (b_slope * b_count - b_ref)[:, None])
         if MARGIN == NO_MARGIN and not MASKED and triangle.dtype == tl.bfloat16:
-            b_p = power(b_x, FLOAT32).to(tl.bfloat16) * b_ones  # it holds every power: two products in one instruction
+            b_p = (
+                power(b_x, FLOAT32).to(tl.bfloat16) * b_ones
+            )  # bfloat16 holds every power, and takes two products in one instruction
         else:
             b_p = weights(b_x, b_stays, MASKED, ONLINE, FLOAT32, MARGIN)
     b_v = load_tile(p_v, j * BN, stride_v, n_keys, DV, BDV, BN, MASKED)

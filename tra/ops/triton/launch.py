@@ -21,7 +21,7 @@ LOG2_E = math.log2(math.e)
 
 
 class ForwardState(NamedTuple):
-    """What a forward pass leaves for backward.
+    """The results of a forward pass that backward needs.
 
     Backward subtracts two nearly equal numbers, so without `out_error` the rounding of the output would show in the
     gradients.
@@ -64,7 +64,7 @@ def out_strides(query: Tensor, width: int) -> tuple[int, int, int, int]:
 
 
 def needs_running_maximum(dtype: torch.dtype, options: AttentionOptions) -> bool:
-    """Say whether the softmax needs a running maximum: without a promised bound, or if it is too far from the scores.
+    """Return whether the softmax needs a running maximum: without a promised bound, or with one far from the scores.
 
     With the bound as fixed reference a row's sum may be as small as exp(max(lower_cut, -bound) - bound); in float16
     weights that small vanish earlier, and float32 loses digits to a reference far above the logits.

@@ -42,7 +42,7 @@ class Weights(NamedTuple):
 
 
 def takes_projections(device: torch.device, dtype: torch.dtype, width: int, impl: str) -> bool:
-    """Say whether `attention_of_projections` is available to an `impl`: only the kernels have it."""
+    """Return whether an `impl` has `attention_of_projections`: only the kernels do."""
     if impl == "auto":
         return choice.auto_takes_triton(device, dtype, width)
     return impl == "triton" and why_unavailable(device, dtype, width) is None
@@ -65,7 +65,7 @@ def attention_of_projections(
     Args:
         x: `[B, T, d_model]`, in the dtype to compute in.
         weights: Cast to that dtype, except gates, which are computed in float32. Without gates distance is free.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
 
     The other arguments are those of `threshold_relative_attention`.
 

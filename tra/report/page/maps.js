@@ -133,7 +133,7 @@ function mapPanel(section, first) {
   const band = (y) => ({ type: "rect", y0: y - 0.5, y1: y + 0.5 });
 
   function refill() {
-    const [layer, head] = map().telling; // indices
+    const [layer, head] = map().topHead; // indices
     Object.assign(chosen, { layer, head, row: map().rows.length - 1, column: 0 });
     const part = (name, numbers, first) => {
       const choose = (index) => {

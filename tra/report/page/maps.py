@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tra.report.head_ranking import top_heads
 from tra.report.runs import EvaluatedRun, Problem, one_line
-from tra.report.telling import most_telling
 from tra.runs import AttentionMaps, RunFolder, read_attention
 
 CELLS = ("weights", "content", "distances", "uncounted")
-"""Arrays with a number for every query and key."""
+"""Names of the arrays that have a number for every query and key."""
 
 MAX_MAPS = 12
 WINDOWS = (96, 64, 48, 32)
 """Most queries and keys of a map: the first of these with which all maps fit."""
 
 MAX_BYTES = 6_000_000
-"""Of all maps together, before base64."""
+"""Largest size of all maps together, before base64."""
 
 BYTES_PER_CELL = 5
-"""Weight, score and distance; a sixth says which keys stay without counting, where there are any."""
+"""Bytes of weight, score and distance. A sixth marks keys that stay without counting, if there are any."""
 
 
 def read_maps(runs: Sequence[EvaluatedRun]) -> tuple[dict[str, AttentionMaps], list[Problem]]:
@@ -72,7 +72,7 @@ def encode_maps(maps: AttentionMaps) -> dict[str, Any]:
     lists = ("layers", "heads", "rows", "columns", "row_symbols", "symbols")
     return {
         "title": maps.title,
-        "telling": list(most_telling(maps, 1)[0]),
+        "topHead": list(top_heads(maps, 1)[0]),
         **{name: getattr(maps, name).tolist() for name in lists},
         "marked": [position for position in maps.marked.tolist() if position in shown],
         "weights": _base64(maps.weights, "u1"),

@@ -21,7 +21,7 @@ MAX_NAMED = 6
 """Groups that a sentence names one by one."""
 
 MAIN_FAILURES = ("negative_mass", "reversed")
-"""What TRA is meant to prevent."""
+"""Failures that TRA is meant to prevent."""
 
 SHARED_SETTINGS = (
     ("model", "n_layers", "{} layers"),
@@ -39,7 +39,7 @@ Verdict = Literal["holds", "mixed", "falls", "not learnt", "not measured"]
 
 
 def summary(section: Section) -> list[Paragraph]:
-    """Return the paragraphs of a section: first the one above its first chart, then those below it."""
+    """Return the paragraphs of a section: the one above its first chart, then those below."""
     found = [_introduction(section), *_cautions(section)]
     if splits := curves.splits_of(section.runs):
         found += _by_length(section, splits)
@@ -48,7 +48,7 @@ def summary(section: Section) -> list[Paragraph]:
 
 
 def _introduction(section: Section) -> Paragraph:
-    """Return a sentence on the task, and one on what learnt it."""
+    """Return a sentence on the task, and one on the mechanisms that were trained."""
     groups, runs = section.groups, section.runs
     seeds, mechanisms = {len(group.runs) for group in groups}, {group.mechanism for group in groups}
     each = _number(min(seeds), "seed").lower() if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
@@ -69,7 +69,7 @@ def _introduction(section: Section) -> Paragraph:
 
 
 def _cautions(section: Section) -> list[Paragraph]:
-    """Return what to know before comparing: in what runs differ, single seeds, and runs that broke down."""
+    """Return the cautions before comparing: differing settings, single seeds, and runs that broke down."""
     runs, seeds = section.runs, {len(group.runs) for group in section.groups}
     sentences = []
     if differences := [f"{key} ({_values(values)})" for key, values in differing_settings(runs).items()]:

@@ -1,4 +1,4 @@
-"""What may end a run early: signals, which it obeys between two steps, a full disk, and numbers that overflow."""
+"""Handle what may end a run before its last step: signals, a full disk, and numbers that overflow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NonFiniteError(Exception):
 
 
 class StepAbandonedError(Exception):
-    """A signal came in the middle of a step, before the optimizer changed anything."""
+    """A signal ended a step before the optimizer changed anything."""
 
 
 class StopRequest:
@@ -32,7 +32,7 @@ class StopRequest:
 
     signal: str | None = None
     may_abandon = False
-    """Whether a signal ends the step that is being computed, by StepAbandonedError, as steps may take minutes."""
+    """Whether a signal ends the current step by a StepAbandonedError, since steps may take minutes."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def catch_stop_signals() -> Iterator[StopRequest]:
         signal.signal(number, record)
     try:
         yield request
-    except RankLostError:  # torchrun sends SIGTERM to all that are left: they are ending, and first say why
+    except RankLostError:  # torchrun sends SIGTERM to the other processes, which first have to report why they end
         before[signal.SIGTERM] = signal.SIG_IGN
         raise
     finally:
@@ -66,8 +66,8 @@ def catch_stop_signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def let_signals_in(layer: nn.Module, _inputs: object, output: object) -> None:
-    """Have a layer's backward run some Python, a hook for `register_forward_hook`: signals are answered only there."""
+def answer_signals_in_backward(layer: nn.Module, _inputs: object, output: object) -> None:
+    """Make a layer's backward run some Python, where signals can be handled. A hook for `register_forward_hook`."""
     if isinstance(output, Tensor) and output.requires_grad:
         output.register_hook(lambda _: None)
 

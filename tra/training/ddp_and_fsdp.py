@@ -1,6 +1,6 @@
-"""How the processes of a run share a step: by DDP each holds all weights, by FSDP2 each holds a part of them.
+"""Share a step between the processes of a run: by DDP each has all weights, by FSDP2 each has a part of them.
 
-The loss is divided by the count of the whole batch, so gradients are added up, where both engines would take a mean.
+The loss is divided by the count of the whole batch, so gradients are added up; both engines would average them.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def share(loss: TrainingLoss, train: TrainConfig, device: torch.device, ranks: R
 
 
 def compile_layers(loss: TrainingLoss) -> None:
-    """Compile each layer by itself, in place.
+    """Compile each layer alone, in place.
 
-    The whole as one would give all gradients at its end, with nothing left to compute while they are sent; and between
-    layers FSDP2 gathers weights, which can't be compiled.
+    A whole compiled model would return all gradients at its end, with nothing left to compute while they are sent. And
+    FSDP2 gathers weights between layers, which can't be compiled.
     """
     for layer in loss.model.layers:
         layer.compile(dynamic=False)
@@ -75,8 +75,8 @@ def compile_layers(loss: TrainingLoss) -> None:
 def shard(loss: TrainingLoss, device: torch.device, world: int) -> nn.Module:
     """Shard a loss by FSDP2: each layer is gathered for its own forward and backward pass, the rest for the whole pass.
 
-    Layers are moved to the device one by one. Weights are gathered in float32, and products are taken under autocast as
-    in one process: rounded before, gates would differ from those of evaluation, and distances multiply that.
+    Layers are moved to the device one by one. Weights are gathered in float32, and products run under autocast as in
+    one process. With weights rounded before, gates would differ from those of evaluation, multiplied by distances.
     """
     mesh = init_device_mesh(device.type, (world,))
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -91,7 +91,7 @@ def shard(loss: TrainingLoss, device: torch.device, world: int) -> nn.Module:
 
 @contextlib.contextmanager
 def gradient_sync(loss: nn.Module, enabled: bool) -> Iterator[None]:
-    """Exchange the gradients of the passes within the context, or keep them for a later exchange."""
+    """Exchange the gradients of passes within the context, or keep them for a later exchange."""
     if isinstance(loss, FSDPModule):
         loss.set_requires_gradient_sync(enabled)
     with loss.no_sync() if isinstance(loss, DistributedDataParallel) and not enabled else contextlib.nullcontext():
@@ -99,10 +99,10 @@ def gradient_sync(loss: nn.Module, enabled: bool) -> Iterator[None]:
 
 
 def release(loss: nn.Module) -> None:
-    """Let go of DDP's reducer, while the processes are still connected. The loss can't be used afterwards.
+    """Delete DDP's reducer while the processes are still connected. The loss can't be used afterwards.
 
-    If it were the last to hold the group, its destructor would wait for the group's threads with Python's lock held,
-    which they may need to end.
+    If the reducer held the last reference to the group, its destructor would wait for the group's threads while it
+    holds Python's lock, which these threads may need to end.
     """
     if isinstance(loss, DistributedDataParallel):
         del loss.logger, loss.reducer
@@ -124,13 +124,13 @@ def training_statistics(loss: nn.Module, tokens: Tensor) -> list[dict[str, Tenso
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a sharded tensor; others as they are."""
+    """Return this process's part of a sharded tensor; other tensors unchanged."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor  # type: ignore[operator]
     return local
 
 
 def whole_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return sharded tensors as a whole, on the CPU of the first process; in others nothing. All processes call it."""
+    """Return whole tensors on the CPU of the first process, and nothing in the others. All processes call it."""
     found = {}
     for name, tensor in tensors.items():
         with explain_lost_rank():
@@ -141,7 +141,7 @@ def whole_tensors(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
 
 
 def _add_up(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """Begin to add up gradients: DDP's own way divides by the number of processes."""
+    """Begin to add up gradients, since DDP by itself divides them by the number of processes."""
     work = dist.all_reduce(gradients, async_op=True)
     sums: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return sums

@@ -1,7 +1,7 @@
-"""Read and write windows.json: how many of the newest keys each head needs, as a calibration found.
+"""Read and write windows.json, the result of a calibration: how many of the newest keys each head needs.
 
-Needs no torch. What is written says on which weights and on which text it was measured; windows of another model are
-refused, since nothing is known of their error.
+Needs no torch. The file says on which weights and which text the windows were measured. Windows of another model are
+refused, because their error is unknown.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tra.runs.row_checks import is_finite
 from tra.runs.variants import variant_of
 
 FORMAT = 1
-"""Version of the file; one of a later version is refused."""
+"""Version of the file's format; files of a later version are refused."""
 
 STATISTICS = ("tail", "mean")
-"""What has to stay below the tolerance: the weight dropped at all but one query in a thousand, or its mean."""
+"""What the tolerance limits: the dropped weight at all but one query in a thousand, or its mean."""
 
 MAX_WINDOW = 2**40
 """Largest window that a file may hold."""
@@ -35,39 +35,39 @@ class Calibration:
     """The contents of windows.json. Lists are by layer, then by head."""
 
     weights_sha256: str
-    """Of the file model.safetensors."""
+    """SHA-256 digest of model.safetensors, see `model_identity`."""
     model: dict[str, Any]
     """The section `model` of the run's config."""
     variant: str
     tolerance: float
     statistic: str
-    """`tail` or `mean`: whose windows a cache takes."""
+    """`tail` or `mean`: which of the two a cache's windows come from."""
     text: str
     source: str
     """`documents`, `running text`, or the split of a task."""
     length: int
-    """Tokens of a sequence. Measured are the queries of its second half, with windows up to half of it."""
+    """Tokens of a sequence. Queries of its second half are measured, with windows up to half of the length."""
     sequences: int
     queries: int
     seed: int
     device: str
     seconds: float
     windows: PerHead
-    """Of the statistic above; the whole length for heads that no measured window is enough for."""
+    """Windows by the statistic above; the whole length for heads for which no measured window is enough."""
     mean_windows: PerHead
     """Smallest windows at which the mean of the dropped weight is below the tolerance."""
     tail_windows: PerHead
     """Smallest windows at which at most one query in a thousand drops a weight above the tolerance."""
     open_heads: list[list[int]]
-    """(layer, head) for which no measured window is enough: they need longer sequences, or look back without end."""
+    """(layer, head) for which no measured window is enough. They need longer sequences, or look back without limit."""
     dropped: list[list[list[float] | None]]
-    """(mean, low, high) of the weight dropped by `windows`: 95 % intervals, sequences resampled. None of open heads."""
+    """(mean, low, high) of the weight that `windows` drop: 95 % intervals from resampled sequences. None if open."""
     beyond: list[list[float | None]]
-    """Share of queries for which `windows` drop more than the tolerance. None of open heads."""
+    """Share of queries for which `windows` drop more than the tolerance; None for open heads."""
 
 
 def model_identity(run: RunFolder) -> dict[str, Any]:
-    """Return what tells a run's model from others: its weights, its config, its variant."""
+    """Return what identifies a run's model: its weights, its config, its variant."""
     if not run.weights_file.is_file():
         raise ValueError(f"{run.path} has no model.safetensors yet: the run hasn't ended")
     with run.weights_file.open("rb") as file:
@@ -80,7 +80,7 @@ def model_identity(run: RunFolder) -> dict[str, Any]:
 
 
 def write_windows(file: Path, calibration: Calibration) -> None:
-    """Write a calibration, a line for each field and each layer."""
+    """Write a calibration, with a line for each field and each layer."""
     lines = []
     for name, value in ({"format": FORMAT} | asdict(calibration)).items():
         if isinstance(value, list) and value:
@@ -105,7 +105,7 @@ def check_replaceable(file: Path) -> None:
 
 
 def read_windows(file: Path, run: RunFolder) -> Calibration:
-    """Return the calibration of a run's model. A ValueError if it is damaged, or of another model."""
+    """Return the calibration of a run's model. Raise a ValueError if it is damaged, or of another model."""
     if not file.is_file():
         raise ValueError(f"there is no {file}: tra calibrate {run.path} measures windows")
     calibration = _parse(file)
@@ -135,7 +135,7 @@ def _parse(file: Path) -> Calibration:
 
 
 def _check(calibration: Calibration) -> None:
-    """Raise an error if what is used of a file has other types or sizes than expected."""
+    """Raise an error if the fields that are used have unexpected types or sizes."""
     if not isinstance(calibration.model, dict):
         raise TypeError("model must be an object")
     if not is_finite(calibration.tolerance) or not 0 < calibration.tolerance < 1:

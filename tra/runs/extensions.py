@@ -1,13 +1,13 @@
-"""Mechanisms, tasks and suites of one's own: from a file, `mine.py:MyAttention`, or from an installed package.
+"""Import a user's mechanisms, tasks and suites: from a file, as in `mine.py:MyAttention`, or from an installed package.
 
-A file is imported only when a person names it: on a command line (`model.mechanism=mine.py:MyAttention`,
-`--import mine.py`), or in Python by `import_file`. Nothing is imported because a run folder, an archive or an exported
-model names it. An installed package offers names through entry points:
+A file is imported only if a person names it: on a command line (`model.mechanism=mine.py:MyAttention`,
+`--import mine.py`), or in Python by `import_file`. A file that only a run folder, an archive or an exported model names
+is not imported. An installed package offers names through entry points:
 
     [project.entry-points."tra.mechanisms"]
     windowed = "my_package:Windowed"
 
-A run's config keeps where its names come from: a file's SHA-256 digest, a package's version.
+A run's config records where its names come from: a file's SHA-256 digest, or a package's version.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from tra import unknown_name
 Kind = Literal["mechanism", "task", "suite"]
 
 GROUPS: dict[Kind, str] = {"mechanism": "tra.mechanisms", "task": "tra.tasks", "suite": "tra.suites"}
-"""Groups of entry points, by what they offer."""
+"""Groups of entry points, by kind."""
 
 _NAME = re.compile(r"(?P<path>.*\.py):(?P<attribute>[^:/]+)", re.DOTALL)
 _FILE_NAME = re.compile(r"[\w.-]+\.py")
 
 
 class ChangedFileWarning(UserWarning):
-    """A file or package of one's own is not the one that a run was trained with."""
+    """A user's file or package has changed since the run was trained."""
 
 
-class OwnFile(NamedTuple):
-    """An imported file of one's own."""
+class ImportedFile(NamedTuple):
+    """An imported file of the user."""
 
     path: Path
     digest: str
     module: ModuleType
 
 
-_files: dict[str, OwnFile] = {}  # by the file's name, without its folder
+_files: dict[str, ImportedFile] = {}  # by the file's name, without its folder
 
 
 def is_in_file(name: str) -> bool:
@@ -55,7 +55,7 @@ def is_in_file(name: str) -> bool:
 
 
 def without_folder(name: str) -> str:
-    """Return FILE.py:NAME of `folder/FILE.py:NAME`, as configs have it. Other names stay as they are."""
+    """Return `folder/FILE.py:NAME` as FILE.py:NAME, which configs have. Other names are returned unchanged."""
     match = _NAME.fullmatch(name)
     return name if match is None else f"{Path(match['path']).name}:{match['attribute']}"
 
@@ -73,7 +73,7 @@ def import_file(path: str | Path) -> ModuleType:
         raise ValueError(f"there is no file {path}")
     if not _FILE_NAME.fullmatch(path.name):
         raise ValueError(
-            f"a file of one's own is called NAME.py, of letters, digits, '_', '-' and '.'; got {path.name!r}"
+            f"your own file must be called NAME.py, of letters, digits, '_', '-' and '.'; got {path.name!r}"
         )
     path, digest = path.resolve(), _digest(path)
     known = _files.get(path.name)
@@ -81,8 +81,8 @@ def import_file(path: str | Path) -> ModuleType:
         return known.module
     if known is not None and known.path != path:
         raise ValueError(f"two different files are called {path.name}: {known.path} and {path}; rename one")
-    module = execute(path, f"tra_own_{digest[:12]}_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}")
-    _files[path.name] = OwnFile(path, digest, module)
+    module = execute_file(path, f"tra_own_{digest[:12]}_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}")
+    _files[path.name] = ImportedFile(path, digest, module)
     for attribute, value in list(vars(module).items()):
         if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, Mechanism | Task):
             register("mechanism" if issubclass(value, Mechanism) else "task", f"{path.name}:{attribute}")
@@ -92,7 +92,7 @@ def import_file(path: str | Path) -> ModuleType:
 def import_named(name: str) -> str:
     """Import the file of `folder/FILE.py:NAME`, which a person has named, and return FILE.py:NAME.
 
-    A name without a folder may be that of a file that is imported already. Other names are returned as they are.
+    A name without a folder may be that of a file that is already imported. Other names are returned unchanged.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -103,7 +103,7 @@ def import_named(name: str) -> str:
     return without_folder(name)
 
 
-def execute(path: Path, module_name: str) -> ModuleType:
+def execute_file(path: Path, module_name: str) -> ModuleType:
     """Run a file as a module. What it raises is a ValueError of one line, which names the line of the file."""
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -120,11 +120,11 @@ def execute(path: Path, module_name: str) -> ModuleType:
     return module
 
 
-def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
-    """Return what a name that is not built in stands for: part of an imported file, or an installed entry point.
+def find_extension(kind: Kind, name: str, known: Iterable[str]) -> Any:
+    """Return the object that a user's name stands for: from an imported file, or from an installed entry point.
 
     Args:
-        known: The built-in names, for the error's line.
+        known: The built-in names, for the error message.
     """
     match = _NAME.fullmatch(name)
     if match is not None:
@@ -144,12 +144,12 @@ def find(kind: Kind, name: str, known: Iterable[str]) -> Any:
 
 
 def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
-    """Add what `find` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
+    """Add what `find_extension` finds to the registry of mechanisms or of tasks. Built-in names stay as they are.
 
-    What an imported file defines replaces its former definition.
+    A file that is imported again replaces its former definitions.
 
     Args:
-        others: Names besides those of the registry, for the error's line.
+        others: Names besides those of the registry, for the error message.
     """
     from tra.attention import MECHANISMS, Mechanism
     from tra.tasks import TASKS, Task
@@ -159,7 +159,7 @@ def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     match = _NAME.fullmatch(name)
     if name in registry and (match is None or Path(match["path"]).name not in _files):
         return
-    found = find(kind, name, [*registry, *others])
+    found = find_extension(kind, name, [*registry, *others])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"the {kind} {name!r} must be a subclass of {base.__name__}, got {found!r}")
     registry[name] = found
@@ -195,8 +195,8 @@ def check_sources(wanted: Mapping[str, str]) -> None:
             )
 
 
-def changes(wanted: Mapping[str, str]) -> list[str]:
-    """Return a line for each file or package that is another now than a config says."""
+def changed_sources(wanted: Mapping[str, str]) -> list[str]:
+    """Return a line for each file or package that has changed since a config was made."""
     lines = []
     for source, version in wanted.items():
         if source.endswith(".py") and source in _files and _files[source].digest != version:
@@ -210,7 +210,7 @@ def changes(wanted: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def paths(wanted: Iterable[str]) -> list[str]:
+def imported_paths(wanted: Iterable[str]) -> list[str]:
     """Return the paths of the imported files among a config's sources."""
     return [str(_files[source].path) for source in wanted if source in _files]
 

@@ -1,4 +1,4 @@
-"""Mechanisms, tasks and suites of one's own, by file and by installed package, through every command."""
+"""Mechanisms, tasks and suites of users, by file and by installed package, through every command."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_cell_without_its_file_fails_in_one_line(tmp_path: Path) -> None:
     forget()
     (report,) = run_suite([cell], tmp_path, device="cpu")
     assert report.status == "failed"
-    assert report.last_lines.startswith("the config needs own_mechanism.py and own_task.py of your own")
+    assert "config.json: the config needs own_mechanism.py and own_task.py of your own" in report.last_lines
     assert "\n" not in report.last_lines
 
 
