@@ -54,7 +54,7 @@ def test_code_runs(page: str, code: str, tmp_path: Path, monkeypatch: pytest.Mon
     if "my-model" in code:  # as the line above it has it
         assert "tra export flipflop-tra my-model" in TEXTS[page]
         export_run(RunFolder.open("flipflop-tra"), "my-model")
-    exec(code, {})
+    exec(code, {"__name__": "__main__"})
 
 
 def test_other_code_has_tests_of_its_own() -> None:
