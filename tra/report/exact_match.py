@@ -53,7 +53,7 @@ def draw_exact_match(
 
 
 def _test_set(row: Mapping[str, Any]) -> str:
-    """Return what stands below the bars of a test set: its name, its length, and what it asks where that is not said."""
+    """Return what stands below the bars of a test set: its name, its length, and what it asks."""
     return f"{row['split']}\n{row['longest']:,}\n{SPLIT_WORDS.get(row['split'], '')}".rstrip()
 
 
