@@ -47,7 +47,7 @@ def draw_exact_match(
             axes.axvline(longer - 0.5, color="black", linewidth=0.8, linestyle=":")
             axes.text(longer - 0.45, 1.1, "longer than trained →", fontsize=8, va="bottom")
         if marks:
-            style.note_below(axes, style.BROKE_DOWN)
+            style.note_below(axes, style.BROKE_DOWN, lines=3)
         axes.set_title(title, fontsize=10, loc="left", pad=28)
         axes.legend(ncols=len(results), loc="lower left", bbox_to_anchor=(0.0, 1.02))
 
