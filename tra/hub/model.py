@@ -155,7 +155,8 @@ class TRAModel(TRAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
-            check_tokens(input_ids, self.embed_tokens.num_embeddings)
+            # an adapter in the embedding's place doesn't say how many rows it has
+            check_tokens(input_ids, getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size))
             inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
