@@ -147,8 +147,8 @@ class TRAModel(TRAPreTrainedModel):
                 then weighed with them, which is slower than the fast path, and equal to it up to rounding. Not with a
                 static cache.
             position_ids: `[B or 1, T]`. Where they start again at 0, another document begins, and tokens see only their
-                own. Positions themselves are counted here; other position_ids raise a ValueError. With a cache they
-                aren't used, nor in a compiled graph with a mask.
+                own. Positions themselves are counted here; other position_ids raise a ValueError, but not in a compiled
+                graph. With a cache they aren't used, nor in an exported graph with a mask.
             kwargs: What tokenizers, collators and losses pass to any model. Other arguments raise a ValueError.
         """
         _check_others(kwargs, position_ids)
