@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Without a GPU, Triton's kernels run in its interpreter; it has to be asked for before Triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tra.ops.triton import eager
 
 # Tensors make first examples slow; the number of examples, not a clock, bounds a property test.
@@ -21,10 +25,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tra")
-
-# Without a GPU, Triton's kernels run in its interpreter; it is asked for when they are first imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Workers side by side get one thread each, and so do their children: more threads than cores wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
