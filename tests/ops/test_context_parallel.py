@@ -10,9 +10,11 @@ import itertools
 import pytest
 import torch
 
+import tra
 from tests.ops import context_cases as cases
+from tests.ops.compare import Inputs, exact_inputs
 from tests.ops.context_cases import CASES, ENDINGS, NANS, Case, Shared
-from tests.ops.thread_ranks import run_ranks
+from tests.ops.thread_ranks import ThreadTransport, run_ranks
 from tests.slow import slow
 from tra.ops import SequenceParts, context_parallel_attention
 from tra.ops.context import schedule
@@ -81,6 +83,39 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter; walks may stop within a piece too."""
     monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
     cases.check_rule(KERNEL_CASES[name], run_threads(2, KERNEL_CASES[name], "triton"))
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+def test_masked_keys_end_no_walk(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece may begin with whole blocks of masked keys. That its walk ends at them says nothing about older keys."""
+    monkeypatch.setattr(schedule, "SMALLEST_SEGMENT", 64)
+    inputs = Inputs(*(x.detach() for x in exact_inputs(0, batch=1, heads=1, n_queries=384)))
+    inputs.log_forget.fill_(-1e-4)
+    mask = torch.ones(1, 384, dtype=torch.bool)
+    mask[:, 196:268] = False  # of the third of four parts, keys 0..71 once they are moved
+
+    def work(transport: ThreadTransport) -> torch.Tensor:
+        parts = SequenceParts(384, transport)
+        own, own_mask = (parts.take(x, 2) for x in inputs), parts.take(mask, 1)
+        return parts.join(context_parallel_attention(*own, parts, key_mask=own_mask, impl=impl), 2)
+
+    exact = tra.threshold_relative_attention(*(x.double() for x in inputs), key_mask=mask, impl="reference")
+    torch.testing.assert_close(run_ranks(2, work)[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_caller_leaves_it_as_it_is() -> None:
+    """A graph ends before the call, and another one begins after it."""
+    inputs = [x.detach() for x in exact_inputs(0, batch=1, heads=1, n_queries=20)]
+
+    def work(transport: ThreadTransport) -> bool:
+        parts = SequenceParts(20, transport)
+
+        def attend(*tensors: torch.Tensor) -> torch.Tensor:
+            return context_parallel_attention(*(x * 1 for x in tensors), parts) * 2
+
+        return torch.equal(torch.compile(attend, backend="eager")(*inputs), attend(*inputs))
+
+    assert run_ranks(1, work) == [True]
 
 
 def total_bytes(shared: list[Shared]) -> int:

@@ -119,8 +119,10 @@ class TritonPieces:
         if query.dtype != torch.float32:  # the reference includes the sum, in powers of two
             reference, total = reference / launch.logit_unit(query.dtype), torch.ones_like(reference)
         rows = RunningSoftmax(reference.masked_fill(is_null, -torch.inf), total.masked_fill(is_null, 0.0), counted, out)
-        sees = torch.ones_like(stops, dtype=torch.bool) if first is None or last is None else (first <= last)[:, None]
-        return PieceResult(rows, stops, (stops > 0) & sees)
+        if first is None or last is None:
+            return PieceResult(rows, stops, stops > 0)
+        # A walk that read all that its rows see ends at a whole block, not beyond its first key.
+        return PieceResult(rows, stops, (stops > first[:, None]) & (first <= last)[:, None])
 
     @staticmethod
     def backward(
