@@ -294,8 +294,8 @@ def _start_cell(popen: Any) -> Any:
     """Return a Popen that forks cells of a suite, and starts all else as ever."""
 
     def start(command: Any, *arguments: Any, **settings: Any) -> Any:
-        if isinstance(command, list) and command[:3] == [sys.executable, "-m", "tra.suite.cell"]:
-            return _Cell(command[2:], settings["stdout"], settings["stderr"], settings.get("env"))
+        if isinstance(command, list) and command[:4] == [sys.executable, "-P", "-m", "tra.suite.cell"]:
+            return _Cell(command[3:], settings["stdout"], settings["stderr"], settings.get("env"))
         return popen(command, *arguments, **settings)
 
     return start
