@@ -273,6 +273,7 @@ def _save_sharded(run: str, step: str) -> None:
     """
     import warnings
 
+    from tra.runs import RunFolder
     from tra.runs.failures import explain_failure
     from tra.training.checkpoint import checkpoints, read_checkpoint
     from tra.training.distributed import Ranks
@@ -280,9 +281,10 @@ def _save_sharded(run: str, step: str) -> None:
 
     warnings.simplefilter("ignore")
     folder = Path(run) / "checkpoints"
-    state = read_checkpoint(checkpoints(folder)[-1])
     try:
-        save_sharded_checkpoint(folder, int(step), state.tensors, Ranks())
+        with RunFolder(Path(run)).lock():  # which removes what killed processes left
+            state = read_checkpoint(checkpoints(folder)[-1])
+            save_sharded_checkpoint(folder, int(step), state.tensors, Ranks())
     except (ValueError, OSError) as error:
         print(f"tra: {explain_failure(error) or error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
