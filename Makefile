@@ -67,7 +67,7 @@ report: setup ## Rebuild tables and figures under results/ from the committed ru
 	$(BIN)/tra report results/rivals/*/ --out results/rivals
 	$(BIN)/tra report results/language/*/ --out results/language
 	for task in copy induct instruct; do $(BIN)/tra report results/lengths/$$task/*/ --out results/lengths/$$task || exit 1; done
-	$(BIN)/python -m benchmarks.speed_figure results/bench/op-h200.json
+	$(BIN)/python -m benchmarks.speed_figure results/bench/op-h200.json --trained results/bench/op-language.json
 	$(BIN)/tra report --index results
 	$(BIN)/python -m benchmarks.tables
 

@@ -1,4 +1,4 @@
-"""The guide's code runs as it is written."""
+"""The guide's code runs as it is written, one block after the other."""
 
 from __future__ import annotations
 
@@ -8,43 +8,40 @@ from typing import Any
 
 import pytest
 
-import tra
-from tests.attention.test_cache import decoder, tokens
-from tests.hub.models import language_model
-from tests.hub.models import tokens as hub_tokens
+from tra.hub.export import export_run
+from tra.runs import RunFolder
 
 GUIDE = Path(__file__).parent.parent / "docs/bounded-memory.md"
 
 
-def blocks_with(text: str) -> list[str]:
-    """Return blocks of code that contain a text, shortened."""
+def run_blocks(*texts: str) -> dict[str, Any]:
+    """Run the blocks of code that contain these texts, with shorter output, and return the names they leave."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
     assert len(blocks) == 5
-    return [block.replace("1000", "20") for block in blocks if text in block]
+    names: dict[str, Any] = {}
+    for block in blocks:
+        if any(text in block for text in texts):
+            exec(block.replace("1000", "20"), names)
+    return names
 
 
 def test_its_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {"model": decoder("tra").float(), "tokens": tokens(2, 300)}
-    caches, serving = blocks_with("windows=256"), blocks_with("serve(")
-    assert (len(caches), len(serving)) == (2, 1)
-    for block in (*caches, *serving):
-        exec(block, names)
+    names = run_blocks("import torch\n", "guard=True", "serve(")
+    assert names["text"].shape == (1, 20)
     *layers, first, second = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in layers] == ["256", "256"]
+    assert [line.split()[0] for line in layers] == ["256"] * 4
     assert {first[:2], second[:2]} == {"0 ", "1 "}
 
 
 @pytest.mark.slow
 def test_its_calibration_runs() -> None:
-    (block,) = blocks_with("calibrate(")
-    names: dict[str, Any] = {"BoundedCache": tra.BoundedCache, "prompt": tokens(1, 40) % 5}
-    exec(block, names)
+    names = run_blocks("import torch\n", "calibrate(")
     assert names["text"].shape == (1, 20)
     assert max(names["windows"]) <= 512
 
 
-def test_its_cache_of_transformers_runs() -> None:
-    (block,) = blocks_with("TRABoundedCache(")
-    names: dict[str, Any] = {"model": language_model(), "windows": [5, 9], "prompt": hub_tokens(1, 40)}
-    exec(block, names)
-    assert names["text"].shape == (1, 60)
+def test_its_cache_of_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export_run(RunFolder.open("flipflop-tra"), "my-model")
+    names = run_blocks("import torch\n", "TRABoundedCache(")
+    assert names["text"].shape == (1, 320)

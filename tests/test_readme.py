@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import tra
 from benchmarks.tables import TABLE, TABLES, filled, pages
 from tra.attention import MECHANISMS
 from tra.cli.main import VERBS
@@ -21,6 +22,7 @@ from tra.tasks import TASKS
 ROOT = Path(__file__).parents[1]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in pages()}
 README = TEXTS["README.md"]
+API = "\n".join(text for page, text in TEXTS.items() if page.startswith("docs/api"))
 SLOW = ("docs/first-model.md",)
 """Pages whose code trains a model."""
 OWN_TESTS = {
@@ -54,7 +56,7 @@ def test_code_runs(page: str, code: str, tmp_path: Path, monkeypatch: pytest.Mon
     if "my-model" in code:  # as the line above it has it
         assert "tra export flipflop-tra my-model" in TEXTS[page]
         export_run(RunFolder.open("flipflop-tra"), "my-model")
-    exec(code, {})
+    exec(code, {"__name__": "__main__"})
 
 
 def test_other_code_has_tests_of_its_own() -> None:
@@ -201,6 +203,16 @@ def test_names_exist() -> None:
     targets = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:`|    )make ([a-z-]+)", everything):
         assert f"\n{target}:" in targets, target
+
+
+def test_what_guides_import_is_on_the_api_pages() -> None:
+    """Names that are not there may change without notice."""
+    code = "\n".join("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)) for text in TEXTS.values())
+    imported = re.findall(r"^from tra(?:\.[\w.]+)? import ([\w, ]+)$", code, re.MULTILINE)
+    names = {name for line in imported for name in line.split(", ")} | set(tra.__all__) - {"__version__"}
+    described = set(re.findall(r"^\.\. auto\w+:: [\w.]*?(\w+)$", API, re.MULTILINE))
+    known = described | {"NoPositionAttention"}
+    assert names <= known, names - known
 
 
 def test_the_readme_is_short() -> None:

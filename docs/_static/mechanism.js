@@ -4,9 +4,9 @@
   const SCORES = [1.6, -0.7, 0.4, -1.6, 2.2, -0.4, -2.3, 0.9, -1.2, 1.3];
   const NOISE = [-0.6, -1.8, -1.1];
   const TOP = 20, HEIGHT = 230, LEFT = 34, GUTTER = 122; // of the plot of scores; the gutter has the lines' names
-  const WIDE = 720, NARROW = 430, TALL = 452;
+  const WIDE = 720, NARROW = 430, TALL = 466;
   const HIGHEST = 3, LOWEST = -4;
-  const ROWS = { distance: 296, weight: 430 };
+  const ROWS = { distance: 306, weight: 444 };
   const WEIGHT_HEIGHT = 100;
 
   const find = (name) => document.getElementById(`tra-${name}`);
@@ -142,9 +142,20 @@
     moveLine("cut", cut, `${sign(cut)}: at or below it a key leaves`, margin > 0.4 ? `θ − m = ${sign(cut)}` : "");
     for (const [name, input] of Object.entries(inputs)) input.nextElementSibling.textContent = sign(value(name), name === "gate" ? 2 : 1);
     const [counted, kept] = [found.filter((key) => key.counts).length, found.filter((key) => key.stays).length];
-    summary.textContent = kept
-      ? `${keys.length} keys: ${counted} ${counted === 1 ? "counts" : "count"}, ${kept - counted} ${kept - counted === 1 ? "stays" : "stay"} inside the margin, ${keys.length - kept} ${keys.length - kept === 1 ? "leaves" : "leave"}.`
-      : `${keys.length} keys, and all leave: a null row. Its output is 0.`;
+    const [stay, leave] = [kept - counted, keys.length - kept];
+    const said = [
+      ["counts", `${counted} ${counted === 1 ? "counts" : "count"}`],
+      ["stays", `${stay} ${stay === 1 ? "stays" : "stay"} inside the margin`],
+      ["leaves", `${leave} ${leave === 1 ? "leaves" : "leave"}`],
+    ];
+    if (kept) {
+      summary.replaceChildren(`${keys.length} keys: `);
+      said.forEach(([state, words], number) => {
+        const swatch = document.createElement("span");
+        swatch.className = `tra-swatch tra-${state}`;
+        summary.append(swatch, words, number < 2 ? ", " : ".");
+      });
+    } else summary.textContent = `${keys.length} keys, and all leave: a null row. Its output is 0.`;
   }
 
   function reset() {

@@ -64,6 +64,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1 of 24 are more than 10 % worse" in capsys.readouterr().out
     assert speed_figure.main([str(old)]) == 0
     assert old.with_suffix(".png").stat().st_size > 10_000
+    log, without = tmp_path / "log.json", old.with_suffix(".png").read_bytes()
+    log.write_text(json.dumps(RESULT | {"rows": [row | {"content": "trained"} for row in ROWS]}))
+    assert speed_figure.main([str(old), "--trained", str(log)]) == 0
+    assert old.with_suffix(".png").read_bytes() != without
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ PATIENCE_SECONDS = 4.0
 UNWATCHED = ("/dev/", "/proc/", "pipe:", "socket:", "anon_inode:", "/memfd:")
 
 
+SAVE_SHARDED = "(save-sharded)"
+"""In the place of a verb: see `_save_sharded`."""
+
+
 class Fault(NamedTuple):
     """What strikes, and before which change (counted from 1)."""
 
@@ -79,7 +83,8 @@ def warm_up() -> None:
         "tra.cli.main", "tra.training.trainer", "tra.evaluation.attention_maps", "tra.evaluation.diagnosis",
         "tra.evaluation.perplexity", "tra.hub.export", "tra.report.page", "tra.report.summary", "tra.report.language",
         "tra.report.comparison", "tra.report.heatmaps", "tra.suite.local", "tra.suite.archive", "tra.suite.cell",
-        "tra.suite.ray_engine", "tra.cli.suite_view", "tra.text.prepare",
+        "tra.suite.ray_engine", "tra.cli.suite_view", "tra.text.prepare", "tra.evaluation.calibration",
+        "tra.training.sharded_checkpoint",
     ):  # fmt: skip
         importlib.import_module(name)
     import torch
@@ -256,9 +261,33 @@ def _be_the_command(
         to_supervisor.close()
         from tra.cli.main import main
 
-        _finish(main)
+        _finish(main if arguments[0] != SAVE_SHARDED else lambda: _save_sharded(*arguments[1:]))
     finally:
         os._exit(99)
+
+
+def _save_sharded(run: str, step: str) -> None:
+    """Save a run's newest checkpoint again, as several processes do for sharded weights, but under another step.
+
+    Stands in for the whole command, which would need torchrun: this is the part of it that writes other files.
+    """
+    import warnings
+
+    from tra.runs import RunFolder
+    from tra.runs.failures import explain_failure
+    from tra.training.checkpoint import checkpoints, read_checkpoint
+    from tra.training.distributed import Ranks
+    from tra.training.sharded_checkpoint import save_sharded_checkpoint
+
+    warnings.simplefilter("ignore")
+    folder = Path(run) / "checkpoints"
+    try:
+        with RunFolder(Path(run)).lock():  # which removes what killed processes left
+            state = read_checkpoint(checkpoints(folder)[-1])
+            save_sharded_checkpoint(folder, int(step), state.tensors, Ranks())
+    except (ValueError, OSError) as error:
+        print(f"tra: {explain_failure(error) or error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ValueError) else 1) from None
 
 
 def _redirect(output: IO[bytes], errors: IO[bytes]) -> None:
@@ -294,8 +323,8 @@ def _start_cell(popen: Any) -> Any:
     """Return a Popen that forks cells of a suite, and starts all else as ever."""
 
     def start(command: Any, *arguments: Any, **settings: Any) -> Any:
-        if isinstance(command, list) and command[:3] == [sys.executable, "-m", "tra.suite.cell"]:
-            return _Cell(command[2:], settings["stdout"], settings["stderr"], settings.get("env"))
+        if isinstance(command, list) and command[:4] == [sys.executable, "-P", "-m", "tra.suite.cell"]:
+            return _Cell(command[3:], settings["stdout"], settings["stderr"], settings.get("env"))
         return popen(command, *arguments, **settings)
 
     return start

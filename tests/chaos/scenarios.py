@@ -7,7 +7,8 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.processes import Fault, run
+from tests.chaos.processes import SAVE_SHARDED, Fault, run
+from tests.own import EXAMPLES
 
 TRAIN = {"steps": 6, "batch_size": 4, "log_every": 2, "checkpoint_every": 2, "compile": "off"}
 MODEL = {"vocab_size": 5, "d_model": 16, "n_layers": 1, "n_heads": 2, "dropout": 0.1}
@@ -22,6 +23,11 @@ TEXT = FLIPFLOP | {
     "task": {"name": "text", "arguments": {"data": "corpus", "tokenizer": "bytes", "window": 16}},
     "model": MODEL | {"vocab_size": 320},
     "evaluate": {"windows": [16, 32]},
+}
+OWN_SETTINGS = {
+    "task": {"name": "own_task.py:Reverse", "arguments": {"length": 4}},
+    "model": MODEL | {"mechanism": "own_mechanism.py:Windowed", "arguments": {"window": 3}},
+    "evaluate": {"examples": 8, "splits": ["2x"]},
 }
 GRID = """
 from pathlib import Path
@@ -71,6 +77,9 @@ RUN_FILES = (
     "*/model.safetensors", "*/config.json", "*/environment.json", "*/eval.jsonl", "*/diagnose.jsonl",
     "*/perplexity.jsonl", "*/checkpoints/step-*.safetensors", "*/attend.npz",
 )  # fmt: skip
+
+OWN_FILES = "--import own_mechanism.py --import own_task.py"
+OWN = {name: name for name in ("own.json", "own_mechanism.py", "own_task.py")}
 
 SCENARIOS = [
     Scenario(
@@ -144,6 +153,25 @@ SCENARIOS = [
         "prepare-overwrite", "prepare a.txt b.txt store --tokenizer bytes --overwrite",
         {"a.txt": "a.txt", "b.txt": "b.txt", "store": "corpus"}, whole=("store",), second="in turn",
     ),
+    Scenario(
+        "train-own", f"train --config own.json --out run {OWN_FILES}", OWN,
+        f"train --config own.json --out run {OWN_FILES} --resume", versions=RUN_FILES,
+    ),
+    Scenario(
+        "train-resume-sharded", "train --resume --out run", {"run": "sharded"}, versions=RUN_FILES,
+        whole=("run/checkpoints/step-00000004",), second="in turn",
+    ),
+    Scenario(
+        "save-sharded", f"{SAVE_SHARDED} run 6", {"run": "sharded"}, second="in turn",
+        whole=tuple(f"run/checkpoints/step-0000000{step}" for step in (2, 4, 6)),
+    ),
+    Scenario("calibrate", "calibrate run --sequences 2", {"run": "trained"}, whole=("run/windows.json",),
+             second="same"),
+    Scenario(
+        "calibrate-again", "calibrate run corpus/valid --sequences 2 --length 32 --seed 1",
+        {"run": "calibrated-text", "corpus": "corpus"}, whole=("run/windows.json",), second="same",
+    ),
+    Scenario("export-own", f"export run model {OWN_FILES}", OWN | {"run": "own"}, whole=("model",)),
     Scenario("export", "export run model", {"run": "trained"}, whole=("model",)),
     Scenario("export-overwrite", "export run model --overwrite", {"run": "trained", "model": "exported"},
              whole=("model",), second="in turn"),
@@ -189,6 +217,12 @@ def make_templates(folder: Path) -> None:
         "suite run grid.py:grid --out cells --pack results.tar.gz",
     ):
         _must(command, folder)
+    for name in ("own_mechanism.py", "own_task.py"):
+        shutil.copyfile(EXAMPLES / name, folder / name)
+    (folder / "own.json").write_text(json.dumps(FLIPFLOP | OWN_SETTINGS))
+    _must(f"train --config own.json --out own {OWN_FILES}", folder)
+    shutil.copytree(folder / "trained-text", folder / "calibrated-text")
+    _must("calibrate calibrated-text --sequences 2 --length 16", folder)
     shutil.copytree(folder / "trained", folder / "evaluated")
     _must("evaluate evaluated --splits iid sparse dense", folder)
     shutil.copytree(folder / "trained", folder / "attended")
@@ -205,6 +239,13 @@ def make_templates(folder: Path) -> None:
     at = next(n for n, change in enumerate(trace.changes, 1) if "model.safetensors" in change)
     assert run("train --config tiny.json --out half", folder, Fault("kill", at)).status == -9
     assert not (folder / "half" / "model.safetensors").exists()
+    # another, of several processes, that was killed at its fifth step
+    shutil.copytree(folder / "half", folder / "sharded")
+    checkpoints = folder / "sharded" / "checkpoints"
+    _must(f"{SAVE_SHARDED} sharded 4", folder)
+    (checkpoints / "step-00000004.safetensors").unlink()
+    _must(f"{SAVE_SHARDED} sharded 2", folder)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def cell_names(templates: Path) -> list[str]:

@@ -83,6 +83,7 @@ NORMAL_FORMS: dict[str, Callable[[bytes], bytes]] = {
     "metrics.jsonl": _rows,
     ".jsonl": lambda content: json.dumps(sorted(json.loads(_rows(content)), key=json.dumps)).encode(),  # in any order
     "environment.json": _environment,
+    "windows.json": lambda content: json.dumps(_without_times(json.loads(content))).encode(),
     "log.txt": lambda _: b"log",
     ".tar.gz": _archive,
 }

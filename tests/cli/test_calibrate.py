@@ -97,6 +97,20 @@ def test_bad_input_is_one_line(command: Command, runs: Path, arguments: tuple[ob
     assert len(said.splitlines()) == 1
 
 
+def test_only_the_run_s_own_damaged_windows_are_measured_anew(command: Command, runs: Path) -> None:
+    damaged = runs / "demo/windows.json"
+    damaged.write_text("{")
+    assert command("demo", "--sequences", 2)[0] == 0
+    assert read_windows(damaged, RunFolder(runs / "demo")).text == "flipflop"
+    (runs / "elsewhere").mkdir()
+    (runs / "elsewhere/windows.json").write_text('{"panes": 4}')
+    status, said = command("demo", "--out", "elsewhere/windows.json")
+    assert (status, said.strip()) == (
+        2, "tra: elsewhere/windows.json exists, and is not a calibration: it is not overwritten"
+    )  # fmt: skip
+    assert (runs / "elsewhere/windows.json").read_text() == '{"panes": 4}'
+
+
 def _store_of_another_tokenizer(store: Path, other: Path) -> None:
     """Copy a store, and let its manifest name GPT-2's tokenizer, whose files tests may not have."""
     other.mkdir()

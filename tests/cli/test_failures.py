@@ -71,6 +71,11 @@ def test_a_message_is_one_line() -> None:
         (["train", "--preset", "demo", "train.batch_size=1000000000000"], "2 tra: a batch would have"),
         (["train", "--preset", "copy", "task.arguments.alphabet=1000000000"], "2 tra: an alphabet needs at least 2"),
         (["train", "--preset", "demo", "optim.beta1=1"], "2 tra: optim.beta1 and optim.beta2 must lie in [0, 1)"),
+        (["train", "--preset", "demo", "model.gate_bias=NaN"], "2 tra: model.gate_bias must be a number"),
+        (["train", "--preset", "demo", "optim.lr=1e400"], "2 tra: optim.lr must be a number"),
+        (["train", "--preset", "demo", "optim.clip=NaN"], "2 tra: optim.clip must be a number"),
+        (["train", "--preset", "demo", f"train.seed={'9' * 400}"], "2 tra: train.seed must be a number"),
+        (["train", "--preset", "copy", f"task.arguments.alphabet={2**64}"], "2 tra: task.arguments.alphabet must be"),
         (["train", "--preset", "demo", "--device", "meta"], "2 tra: tra does not run on the device 'meta'"),
         (["train", "--preset", "demo", "model.mechanism=differential", "model.n_heads=7"], "2 tra: "),
     ],
@@ -86,6 +91,43 @@ def test_a_bad_command_is_one_line(
     answered = answer(arguments, monkeypatch, capsys)
     assert answered.startswith(line)
     assert list(tmp_path.rglob("config.json")) == []  # no folder of a run that can't be trained
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train", "--preset", "demo", "--out", "FILE"], "1 tra: FILE: Not a directory"),
+        (["train", "--preset", "demo", "--out", "FILE/below"], "1 tra: FILE/below: Not a directory"),
+        (["train", "--config", "FOLDER", "--out", "new"], "2 tra: FOLDER can't be read: Is a directory"),
+        (["evaluate", "FILE"], "2 tra: FILE is not a run folder"),
+        (["evaluate", "flipflop-tra", "--rows", "FOLDER"], "2 tra: there is no file FOLDER"),
+        (["prepare", "FILE", "FILE/below", "--tokenizer", "bytes", "--format", "text"], "2 tra: "),
+        (["suite", "merge", "FILE", "--out", "new"], "2 tra: FILE is no archive of runs"),
+        *slow(
+            (["export", "flipflop-tra", "FILE"], "2 tra: "),
+            (["attend", "flipflop-tra", "--out", "FILE/new.png"], "1 tra: "),
+            (["calibrate", "flipflop-tra", "--sequences", "2", "--out", "FILE/windows.json"], "1 tra: "),
+        ),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_a_file_where_a_folder_is_meant_and_the_reverse(
+    arguments: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("mine")
+    Path("FOLDER").mkdir()
+    if arguments[0] == "export":
+        pytest.importorskip("transformers")
+    found = answer(arguments, monkeypatch, capsys)
+    assert found.startswith(line)
+    assert "FILE" in found or "FOLDER" in found
+    assert Path("FILE").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "FOLDER"]
 
 
 GRID = """

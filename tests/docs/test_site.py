@@ -192,6 +192,8 @@ def test_noise_costs_nothing_until_the_margin_holds_it(open_page: Any, address: 
     assert len(after) == 16
     assert [key for key in after if key[0] != "tra-leaves"] == before
     page.locator("#tra-margin").fill("4")
+    named = page.evaluate("[...document.querySelectorAll('.tra-swatch')].map((swatch) => swatch.classList[1])")
+    assert named == ["tra-counts", "tra-stays", "tra-leaves"]  # the caption says what colours mean
     counted = [key for key in states(page) if key[0] == "tra-counts"]
     assert [distance for _, distance, _ in counted] == [distance for _, distance, _ in before]
     assert sum(weight for *_, weight in counted) < 0.99

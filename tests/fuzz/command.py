@@ -14,11 +14,13 @@ import tempfile
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from tests.own import forget
 
 SOFT_SECONDS = 3.0
 """After this time on the processor the command gets Ctrl-C; a busy machine makes nothing look slow."""
@@ -73,6 +75,55 @@ class Outcome:
     was_interrupted: bool = False
 
 
+_executed: set[str] = set()
+"""Files whose code was run, of those that lie where commands may find them."""
+
+
+def _note_executed(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "exec" and _watched and isinstance(arguments[0], types.CodeType):
+        name = arguments[0].co_filename
+        if name.startswith(_watched):
+            _executed.add(name)
+
+
+_watched = ""
+sys.addaudithook(_note_executed)
+
+
+@contextlib.contextmanager
+def _no_own_files(folder: Path, outcome: Outcome) -> Iterator[None]:
+    """Begin without imported files of one's own, and note which files' code was run that nobody named."""
+    global _watched
+    _executed.clear()
+    _watched = f"{folder.parents[1]}{os.sep}"
+    path = list(sys.path)
+    forget()
+    try:
+        yield
+    finally:
+        _watched = ""
+        forget()
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.startswith(("tra_own_", "evil"))]:
+            del sys.modules[name]
+        words = set(_words(outcome.arguments))
+        words |= {"own_mechanism.py", "own_task.py"} if "suite.py" in words else set()  # which names them itself
+        named = {os.path.realpath(folder / word) for word in words}
+        outcome.failures += [
+            f"Imported {os.path.basename(file)}, which nobody named"  # noqa: PTH119 - names may be hostile
+            for file in sorted(_executed)
+            if os.path.realpath(file) not in named
+        ]
+
+
+def _words(arguments: Iterable[str]) -> Iterator[str]:
+    """Yield what may be a path: arguments, values of `key=value`, and files of `FILE.py:NAME`."""
+    for argument in arguments:
+        for word in (argument, argument.partition("=")[2]):
+            yield word
+            yield word.rpartition(":")[0]
+
+
 class _FakeStatus:
     """A process that has ended: a suite's cell, which was run in this process instead."""
 
@@ -125,6 +176,7 @@ def run(
             mock.patch("subprocess.Popen", _popen(outcome)),
             mock.patch.dict(os.environ, {"TRA_COMMIT": "fuzz", "COLUMNS": "120"}),
             warnings.catch_warnings(),
+            _no_own_files(folder, outcome),
             _limits(outcome, seconds),
         ):
             warnings.simplefilter("ignore")
@@ -211,7 +263,8 @@ def _popen(outcome: Outcome) -> Callable[..., Any]:
 
     def start(command: Sequence[str], *rest: Any, **settings: Any) -> Any:
         nonlocal started
-        if list(command[1:3]) == ["-m", "tra.suite.cell"]:
+        command = [word for word in command if word != "-P"]
+        if command[1:3] == ["-m", "tra.suite.cell"]:
             return _FakeStatus(_run_cell(outcome, command[3:], settings["stdout"]))
         started += 1
         if command[1:3] == ["-m", "tra.bench.step"]:  # one for every case: long work, as it was asked for

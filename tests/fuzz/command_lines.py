@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,19 +12,16 @@ from hypothesis import strategies as st
 from tests.fuzz import values
 
 VERBS = ("train",) * 6 + ("evaluate",) * 6 + ("generate",) * 5 + ("attend",) * 2 + ("prepare",) * 4 + ("suite",) * 5
+VERBS += ("calibrate",) * 3
 ODD_SUITES = ("suite.py:wrong", "suite.py:nothing", "suite.py:none", "a.txt:x", "bad.py:x", "cells", "cells.tar.gz")
-RARE_VERBS = ("report", "export", "bench", "demo", "calibrate")
+RARE_VERBS = ("report", "export", "bench", "demo")
 
 
 @cache
 def parser_of(verb: str) -> argparse.ArgumentParser:
-    from tra.cli.main import VERBS as MODULES
-    from tra.cli.options import Parser
+    from tra.cli import main
 
-    module = importlib.import_module(MODULES[verb][0])
-    parser = Parser(f"tra {verb}", module.DESCRIPTION)
-    module.add_arguments(parser)
-    return parser
+    return main.parser_of(verb)
 
 
 @cache
@@ -51,6 +47,15 @@ def overrides() -> st.SearchStrategy[str]:
         + [f"task.name={name}" for name in (*TASKS, "text")]
         + ["train.seed=3", "optim.clip=1", "model.n_layers=2", "model.block=authors", "optim.decay=none"]
         + ["train.precision=bfloat16", "model.qk_norm=true", "model.dropout=0.5", "evaluate.splits=[]", "train.steps=1"]
+        + [
+            "model.margin=2",
+            "model.margin=inf",
+            "model.threshold=-1",
+            "train.parallel=fsdp",
+            "model.arguments.window=3",
+        ]
+        + ["train.checkpoint_activations=true", "task.name=own_task.py:Reverse", "task.arguments={}"]
+        + [f"model.mechanism={name}" for name in (*values.OWN_NAMES, "own_mechanism.py:Windowed")]
     )
     odd_value = st.one_of(values.number_texts(), values.texts(), values.json_values().map(values.as_json))
     odd = st.tuples(st.sampled_from(config_keys()), odd_value).map("=".join)
@@ -83,7 +88,12 @@ def _argument(action: argparse.Action) -> st.SearchStrategy[str]:
         "runs": values.paths,
         "run": values.paths,
         "tokenizer": lambda: st.sampled_from(("bytes", "bytes", "bytes", "gpt2", "x")),
+        "sequences": lambda: st.one_of(st.sampled_from(("2", "3")), values.number_texts()),
         "what": lambda: st.sampled_from(("decode", "x", "op", "step")),
+        "imports": lambda: st.one_of(st.sampled_from(("own_mechanism.py", "own_task.py") * 4 + values.OWN_FILES)),
+        "memory": lambda: st.one_of(st.sampled_from(values.MEMORIES), values.number_texts()),
+        "tolerance": lambda: st.sampled_from(("0.001", "0.5", "1e-300", "0", "1", "nan", "inf", "-1", "1e400")),
+        "length": lambda: st.one_of(st.sampled_from(("8", "16", "64")), values.number_texts()),
         "max_new_tokens": lambda: st.one_of(st.sampled_from(("1", "4")), values.number_texts()),
     }
     if action.dest in known:

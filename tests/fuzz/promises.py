@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib
 import json
 import math
 import os
@@ -16,14 +15,16 @@ from tests.fuzz.command import Outcome
 from tests.fuzz.sandbox import Snapshot
 
 REMADE = ("README.md", "*.png", "*.svg", "*.pdf", "*.csv", "*.html", "*.htm", "index.json", "*.npz", "*.tar.gz",
-          "log.txt", "lock", "failed.json", "environment.json")  # fmt: skip
+          "log.txt", "lock", "failed.json", "environment.json", "windows.json")  # fmt: skip
 """Files that a command makes anew each time it is asked to."""
 ROW_KEYS = {
     "eval.jsonl": ("split",),
     "diagnose.jsonl": ("split", "text", "window"),
     "perplexity.jsonl": ("text", "window", "overlap"),
 }
-TEMPORARY = re.compile(r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|unpacked)$")
+TEMPORARY = re.compile(
+    r"(^|/)\.(?!cache)[^/]*(\.tmp|\.preparing|\.exporting|\.overwriting|\.saving|\.removing|merging-[^/]*|unpacked)$"
+)
 
 NOTICE = re.compile(
     r"(.+: )?warning: |conflict: |.+: (resuming at step [\d,]+$|heads \(layer\.head\) that keep no key)"
@@ -131,16 +132,12 @@ def _is_inside(path: str, outputs: Iterable[str], is_folder: bool) -> bool:
 
 def _outputs(arguments: tuple[str, ...], before: Snapshot) -> list[str]:
     """Return the paths below the sandbox that a command line may write to; none if it doesn't parse."""
-    from tra.cli.main import VERBS
-    from tra.cli.options import Parser
+    from tra.cli.main import VERBS, parser_of
 
     if not arguments or arguments[0] not in VERBS:
         return []
-    verb = importlib.import_module(VERBS[arguments[0]][0])
-    parser = Parser(f"tra {arguments[0]}", verb.DESCRIPTION)
-    verb.add_arguments(parser)
     try:
-        options = parser.parse(arguments[1:])
+        options = parser_of(arguments[0]).parse(arguments[1:])
     except (ValueError, SystemExit):
         return []
     named = _named_outputs(arguments[0], options)
@@ -185,12 +182,16 @@ def _may_change(
     name = Path(path).name
     if new is not None and any(fnmatch.fnmatch(name, pattern) for pattern in REMADE):
         return True
-    if name in ("failed.json", "lock") or TEMPORARY.search(path):
+    if name in ("failed.json", "lock") or any(TEMPORARY.search(part) for part in Path(path).parts):
         return True
+    if old == "folder" and Path(path).parent.name == "checkpoints":
+        return new is None and not _is_intact(path, before, intact)
     if isinstance(old, str):  # a link may become the file that it stood for; a folder stays
         return old.startswith("link") and isinstance(new, bytes)
-    if Path(path).parent.name == "checkpoints":
+    if "checkpoints" in Path(path).parts:
         return new is None or bytes(old) not in intact
+    if name.endswith(".json") and isinstance(new, bytes) and _is_calibration(old) and _is_calibration(new):
+        return True
     if name == "metrics.jsonl":
         return isinstance(new, bytes) and _keeps_metrics(path, old, new, before, intact)
     if name in ROW_KEYS:
@@ -226,11 +227,24 @@ def _keeps_rows(old: bytes, new: bytes, keys: tuple[str, ...]) -> bool:
     return True
 
 
+def _is_calibration(content: bytes) -> bool:
+    return b'"weights_sha256": ' in content and b'"mean_windows": ' in content
+
+
+def _is_intact(path: str, before: Snapshot, intact: frozenset[bytes]) -> bool:
+    """Return whether the folder of a sharded checkpoint has all that its manifest names, as it was written."""
+    files = {name.removeprefix(f"{path}/"): content for name, content in before.items() if name.startswith(f"{path}/")}
+    if not all(content in intact for content in files.values()) or "manifest.json" not in files:
+        return False
+    return files.keys() - {"manifest.json"} == json.loads(_bytes(files["manifest.json"]))["files"].keys()
+
+
 def _keeps_metrics(path: str, old: bytes, new: bytes, before: Snapshot, intact: frozenset[bytes]) -> bool:
     """Return whether rows up to the newest intact checkpoint are there still; later ones come again."""
     folder = f"{Path(path).parent}/checkpoints/step-"
-    steps = [int(re.findall(r"\d+", name)[-1]) for name, content in before.items()
-             if name.startswith(folder) and content in intact]  # fmt: skip
+    steps = [int(re.findall(r"step-(\d+)", name)[-1]) for name, content in before.items()
+             if name.startswith(folder) and "/" not in name.removeprefix(folder)
+             and (content in intact or (content == "folder" and _is_intact(name, before, intact)))]  # fmt: skip
     newest = max(steps, default=0)
     later = [json.dumps(row) for row in _lines(new)]
     for row in _lines(old):

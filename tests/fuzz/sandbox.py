@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.fuzz.command import run
+from tests.own import EXAMPLES
 
 TINY = (
     "model.d_model=8",
@@ -46,12 +47,20 @@ def mine():
     ]
     return {{"flip": Part(cells)}}
 
+def ours():
+    own = ["model.mechanism=own_mechanism.py:Windowed", "model.arguments.window=3", "task.name=own_task.py:Reverse"]
+    config = preset("copy-quick").override([*own, *TINY, "task.arguments.length=4", 'evaluate.splits=["2x"]'])
+    return {{"flip": Part([Cell("own-0", config)])}}
+
 def nothing():
     return {{}}
 
 def wrong():
     return 3
 """
+
+IMPORTS = ("--import", "own_mechanism.py", "--import", "own_task.py")
+EVIL = "raise RuntimeError('imported, though nobody named it')\n"
 
 Snapshot = dict[str, bytes | str]
 """Path below the sandbox -> content of a file, or what else it is."""
@@ -87,8 +96,8 @@ class Sandbox:
         self.place = self.root / "place"
         _make(self.template)
         if with_exports:
-            for name, model in (("run", "model"), ("text", "language")):
-                outcome = run(("export", name, model), self.template / "place", 100.0)
+            for name, model, *imports in (("run", "model"), ("text", "language"), ("mine", "own", *IMPORTS)):
+                outcome = run(("export", name, model, *imports), self.template / "place", 100.0)
                 assert outcome.status == 0, outcome.stderr + outcome.trace
         self.is_fresh = False
 
@@ -140,6 +149,11 @@ def _make(root: Path) -> None:
     (place / "bad.json").write_text('{"task": ')
     (place / "notes.md").write_text("notes\n")
     (place / "suite.py").write_text(SUITE.format(tiny=TINY))
+    for name in ("own_mechanism.py", "own_task.py"):
+        shutil.copyfile(EXAMPLES / name, place / name)
+    (place / "linked.py").symlink_to("own_mechanism.py")
+    (place / "renamed.py").symlink_to("a.txt")
+    (place / "folder.py").mkdir()
     for name in ("empty", "with space", "ünïcode"):
         (place / name).mkdir()
     (place / "with space" / "kept.txt").write_text("kept\n")
@@ -161,13 +175,41 @@ def _make(root: Path) -> None:
         for name in ("run", "other"):
             tra("evaluate", name, "--diagnose", "--json", "--splits", "iid", "4x")
         tra("attend", "run", "--out", "attend.svg")
+        own = ("model.mechanism=own_mechanism.py:Windowed", "model.arguments.window=3", "task.name=own_task.py:Reverse")
+        tra(
+            "train",
+            "--preset",
+            "copy-quick",
+            *own,
+            "task.arguments.length=4",
+            'evaluate.splits=["2x"]',
+            "--out",
+            "mine",
+        )
+        tra("evaluate", "mine", *IMPORTS)
+        tra(*small, "--out", "margin", "model.margin=inf", "model.threshold=-1")
+        tra("evaluate", "margin", "--diagnose", "--splits", "iid")
+        tra("attend", "margin", "--out", "new.svg")
+        (place / "new.svg").unlink()
+        tra("calibrate", "run", "--sequences", "2")
+        tra("calibrate", "text", "--sequences", "2", "--length", "16")
+        tra("suite", "run", "suite.py:ours", "--out", "ours", "--device", "cpu")
         tra("suite", "run", "suite.py:mine", "--out", "cells", "--pack", "cells.tar.gz", "--device", "cpu")
     shutil.copyfile(place / "text/perplexity.jsonl", place / "alice/perplexity.jsonl")
     shutil.copytree(place / "run", place / "part")
-    for name in ("model.safetensors", "eval.jsonl", "diagnose.jsonl", "attend.npz"):
+    for name in ("model.safetensors", "eval.jsonl", "diagnose.jsonl", "attend.npz", "windows.json"):
         (place / "part" / name).unlink()
     rows = (place / "part/metrics.jsonl").read_text().splitlines()
     (place / "part/metrics.jsonl").write_text(rows[0] + "\n")
+    shutil.copytree(place / "part", place / "sharded")
+    _shard(place / "sharded")
+    for folder in (place, place / "run", place / "mine", place / "cells", beside):
+        (folder / "evil.py").write_text(EVIL)
+    (place / "mine" / "own_mechanism.py").write_text(EVIL)
+    package = place / "evil-1.0.dist-info"  # as a folder of runs may have one beside them
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[tra.mechanisms]\nevil = evil:Evil\n[tra.tasks]\nevil = evil:Evil\n")
     cells = sorted((place / "cells").glob("*/config.json"))
     (cells[0].parent / "failed.json").write_text(json.dumps({"status": 1, "last_lines": "it failed"}) + "\n")
     (cells[0].parent / "eval.jsonl").unlink()
@@ -175,3 +217,15 @@ def _make(root: Path) -> None:
     shutil.copyfile(place / "run/config.json", place / "config.json")
     (place / "link").symlink_to("run")
     (place / "dangling").symlink_to("nowhere")
+
+
+def _shard(run: Path) -> None:
+    """Put folders of sharded weights in the place of a run's checkpoints."""
+    from tra.training.checkpoint import checkpoints, read_checkpoint
+    from tra.training.distributed import Ranks
+    from tra.training.sharded_checkpoint import save_sharded_checkpoint
+
+    for path in checkpoints(run / "checkpoints"):
+        state = read_checkpoint(path)
+        path.unlink()
+        save_sharded_checkpoint(run / "checkpoints", state.step, state.tensors, Ranks())

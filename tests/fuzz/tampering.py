@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -38,6 +39,8 @@ def tampers(paths: tuple[str, ...]) -> st.SearchStrategy[Tamper]:
         kinds = list(COMMON)
         if path.endswith((".json", ".jsonl")):
             kinds += ["leaf", "leaf", "leaf", "leaf", "drop", "whole", "line", "digits"]
+        if path.endswith("config.json"):
+            kinds += ["names", "names", "names"]
         if path.endswith(".safetensors"):
             kinds += ["tensors", "tensors", "tensors", "header"]
         if path.endswith((".npz", ".npy")):
@@ -139,6 +142,24 @@ def _drop(path: Path, tamper: Tamper) -> None:
         del node[at[-1]]
 
     _edit_json(path, edit, tamper)
+
+
+def _names(path: Path, tamper: Tamper) -> None:
+    """Let a config name code that lies about, as if it were needed."""
+    config = json.loads(path.read_text())
+    name = values.OWN_NAMES[tamper.where % len(values.OWN_NAMES)]
+    file = name.rpartition(":")[0].rpartition("/")[2] or name
+    digest = hashlib.sha256((path.parents[1] / file).read_bytes()).hexdigest() if file == "evil.py" else "0" * 64
+    imports = ({file: digest}, {}, {name: digest}, {"evil.py": digest, "own_mechanism.py": digest}, {"../evil.py": ""},
+               {"tra.mechanisms:evil": "evil 1.0"}, {"tra.mechanisms:x": "y"})[tamper.where // 20 % 7]  # fmt: skip
+    config["imports"] = imports
+    if "model" in config and tamper.where // 140 % 3:
+        config["model"]["mechanism"] = name
+    elif "task" in config:
+        config["task"]["name"] = name
+    else:  # of an exported model
+        config |= {"mechanism": name, "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    _write(path, json.dumps(config).encode(errors="surrogatepass"))
 
 
 def _digits(path: Path, tamper: Tamper) -> None:
@@ -257,7 +278,8 @@ def _pipe(path: Path, tamper: Tamper) -> None:
 KINDS: dict[str, Callable[[Path, Tamper], Any]] = {
     "flip": _flip, "truncate": _truncate, "empty": _empty, "garbage": _garbage, "append": _append, "twice": _twice,
     "delete": _delete, "folder": _folder, "link": _link, "swap": _swap, "leaf": _leaf, "drop": _drop, "digits": _digits,
-    "whole": _whole, "line": _line, "tensors": _tensors, "header": _header, "array": _array, "pipe": _pipe,
+    "whole": _whole, "names": _names, "line": _line, "tensors": _tensors, "header": _header, "array": _array,
+    "pipe": _pipe,
 }  # fmt: skip
 COMMON = (
     "flip",

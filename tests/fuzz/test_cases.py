@@ -71,7 +71,8 @@ COMMAND_LINES = (
     "generate run --temperature nan", "generate run --temperature inf", "generate run --temperature 1e-300",
     "generate run --temperature -1", "generate run --top-p nan", f"generate text --max-new-tokens {2**64}",
     "generate run --prompt w1i0r --device meta", "generate text --prompt 'new\udcff'",
-    "attend run --out missing/deeper/new.png", "attend run --out a.txt/new.png", "attend run --out /proc/self/none.png",
+    "attend run --out missing/deeper/new.png", "attend run --out a.txt/new.png",
+      "attend run --out /proc/self/none.png",
     f"attend run --rows 0 {2**64}", "attend run --layers 99", "attend run --heads -1", "attend run --rows 5 2",
     f"attend text --start {2**64}", f"attend text --window {2**64}", "attend text --window -1",
     f"attend run --seed {2**64}", "attend run --text store", "attend text --text a.txt",
@@ -90,13 +91,38 @@ COMMAND_LINES = (
     "suite merge missing --out merged", "suite merge cells.tar.gz --out /proc/self/none",
     "suite merge run --out merged",
     "suite merge /dev/null --out merged", "suite merge cells --out ''",
-    "report", "report alice", "report alice --out new.html", "report part", "report run text", "report run --out a.txt",
+    "report", "report alice", "report alice --out new.html", "report part", "report run text",
+      "report run --out a.txt",
     "report run --out a.txt/new.html", "report run --out /proc/self/none", "report run --out /proc/self/none.html",
     "report missing --out new.html", "report --index a.txt", "report --index missing", "report --index cells",
     "report run run run --out new.html", f"report run --out {'x' * 300}", f"report run --out {'x' * 300}.html",
     "report run --out with.html/new.html", "report cells",
     "export run a.txt", "export run a.txt/below", "export run /proc/self/none", f"export run {'x' * 300}",
     "export part new", "export run ''", "export run run --overwrite", "export text new --tokenizer-files run",
+    "calibrate run --sequences 2", "calibrate run --sequences 2 --out run/config.json", "calibrate other",
+    "calibrate text --length 8 --sequences 2 --out new/windows.json", f"calibrate text --length {2**62}",
+    "calibrate run --sequences 2 --out a.txt/windows.json", "calibrate run --sequences 2 --out /proc/self/none.json",
+    "calibrate run --sequences 2 --out dangling", "calibrate text stores", "calibrate text store --length 1",
+    f"calibrate run --sequences {2**64}", "calibrate run --tolerance 1e-400", "calibrate text store/tokens.bin",
+    *(f"generate run --memory {memory}" for memory in ("calibrated", "0", "-1", "x", "run/config.json",
+      "text/windows.json",
+      "run", "missing.json", "/dev/null", str(2**40), str(2**63 - 1), "9" * 400, "8")),
+    "generate other --memory run/windows.json", "generate margin --memory run/windows.json",
+    "generate text --memory calibrated --max-new-tokens 40", "generate mine --memory 8 --import own_mechanism.py",
+    "evaluate mine", "evaluate mine --import own_mechanism.py", "evaluate mine --import evil.py --import own_task.py",
+    "evaluate mine --import mine/own_mechanism.py --import own_task.py", "evaluate run --import folder.py",
+    "evaluate run --import a.txt", "evaluate run --import renamed.py", "evaluate run --import missing.py",
+    "evaluate mine --import own_mechanism.py --import mine/own_mechanism.py", "report mine --out new.html",
+    "evaluate mine --import linked.py --import own_task.py", "export mine new", "suite run suite.py:ours --out ours",
+    "suite merge . --out merged", "train --config mine/config.json --out new", "train --resume --out mine",
+    *(f"{DEMO} model.mechanism={name}" for name in ("evil.py:Evil", "run/evil.py:Evil", "./evil.py:Evil", "evil",
+      "evil.Evil",
+      "own_mechanism.py:DenseAttention", "own_mechanism.py:__loader__", "linked.py:Windowed", "renamed.py:Windowed",
+      "missing.py:X", "folder.py:X")),
+    f"{DEMO} task.name=own_task.py:Task 'task.arguments={{}}'", f"{DEMO} model.arguments.window=3",
+    f"{DEMO} model.mechanism=own_mechanism.py:Windowed model.arguments.window=x",
+    f"{DEMO} model.mechanism=own_mechanism.py:Windowed model.arguments.window={2**64}",
+    f"{DEMO} train.parallel=fsdp train.checkpoint_activations=true", f"{DEMO} train.parallel=x",
     "demo --out a.txt", "demo --out run", f"demo --seed {2**64}", "bench x", "bench decode", "bench op --device meta",
 )  # fmt: skip
 
@@ -108,7 +134,8 @@ DAMAGED = (
     ((Tamper(".new.exporting", "link", 4),), "export run new"),
     ((Tamper("merged/.unpacked", "link", 5),), "suite merge cells.tar.gz --out merged"),
     *(((Tamper(f"run/{file}", "line", where, 3),), command)
-      for file, command in (("eval.jsonl", "evaluate run --splits iid"), ("metrics.jsonl", "train --resume --out run"),
+      for file, command in (("eval.jsonl", "evaluate run --splits iid"), ("metrics.jsonl",
+      "train --resume --out run"),
                             ("eval.jsonl", "report run --out new.html"), ("diagnose.jsonl",
                             "report run --out new.html"),
                             ("diagnose.jsonl", "evaluate run --splits iid --diagnose --json"))
@@ -118,7 +145,8 @@ DAMAGED = (
     *(((Tamper("text/perplexity.jsonl", "line", where, 3),), command) for where in (0, 6, 11, 21, 26)
       for command in ("evaluate text --windows 8", "report text --out new.html")),
     *(((Tamper("run/model.safetensors", kind, where),), command)
-      for kind, where in (("truncate", 50), ("empty", 0), ("tensors", 0), ("tensors", 6), ("tensors", 9), ("header", 1),
+      for kind, where in (("truncate", 50), ("empty", 0), ("tensors", 0), ("tensors", 6), ("tensors", 9),
+      ("header", 1),
                           ("folder", 0), ("swap", 0), ("tensors", 21))
       for command in ("train --resume --out run", "generate run --prompt w1i0r", "evaluate run --splits iid")),
     *(((Tamper("part/checkpoints/step-00000001.safetensors", kind, where),), "train --resume --out part")
@@ -149,6 +177,28 @@ DAMAGED = (
     *(((Tamper("config.json", "whole", 0, value),), "train --config config.json --out new") for value in ("deep", [],
       10**399)),
     ((Tamper("config.json", "digits"),), "train --config config.json --out new"),
+    *(((Tamper(f"{run}/{file}", "whole", 0, value),), f"export {run} new") for value in ([], None, {"split": 3},
+      "deep")
+      for run, file in (("run", "eval.jsonl"), ("run", "environment.json"), ("text", "perplexity.jsonl"))),
+    *(((Tamper("text/windows.json", "leaf", where, value),), "generate text --memory calibrated --max-new-tokens 20")
+      for where in range(0, 280, 28) for value in (0, 2**40, 2**63, 1e300, True, [], "deep")),
+    *(((Tamper("text/windows.json", kind, where),), command) for kind, where in (("truncate", 50), ("empty", 0),
+      ("folder", 0), ("flip", 99), ("twice", 0), ("swap", 4), ("link", 2), ("link", 6), ("garbage", 9), ("digits", 1))
+      for command in ("generate text --memory calibrated", "calibrate text --length 16 --sequences 2")),
+    ((Tamper("text/model.safetensors", "tensors", 9),), "generate text --memory calibrated"),
+    *(((Tamper(file, "names", 20 * imports + name + 140 * kind),), command) for file, command in (
+      ("mine/config.json", "evaluate mine"), ("config.json", "train --config config.json --out new"))
+      for name in (0, 2, 6, 8, 11) for imports in (0, 1, 5) for kind in (0, 1)),
+    *(((Tamper("sharded/checkpoints/step-00000001" + file, kind, where),), "train --resume --out sharded")
+      for file in ("/manifest.json", "/shard-00001-model-00001-of-00001.safetensors", "")
+      for kind, where in (("truncate", 50), ("empty", 0), ("delete", 0), ("folder", 1), ("flip", 651), ("garbage", 3),
+                          ("link", 5), ("header", 1))),
+    *(((Tamper("sharded/checkpoints/step-00000001/manifest.json", "whole", 0, value),),
+      "train --resume --out sharded")
+      for value in ([], None, 3, {"x": 3}, "deep")),
+    ((Tamper("sharded/checkpoints/.step-00000001.saving", "link", 4),), "train --resume --out sharded"),
+    ((Tamper(".run.overwriting", "link", 4),), "train --overwrite --preset demo --out run"),
+    ((Tamper("cells/.merging-1", "link", 4),), "suite merge cells.tar.gz --out cells"),
 )  # fmt: skip
 
 HOSTILE = (

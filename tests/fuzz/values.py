@@ -14,12 +14,27 @@ TEXTS = ("", " ", "-", "--", "=", "a=b", "null", "ü", "\N{PILE OF POO}", "a\nb"
          "\udcff", "x" * 300, "../..", "NaN", "tra", "rope", "iid", "train", "0", "1e999", "[]", "{}",
          "[" * 3000, "9" * 400, "1" + "0" * 5000)  # fmt: skip
 
-FOLDERS = ("run", "other", "part", "text", "alice", "cells", "link", "new", "new/deeper/still")
+OWN_FILES = ("evil.py", "run/evil.py", "../beside/evil.py", "mine/own_mechanism.py", "linked.py", "renamed.py",
+             "folder.py",
+             "a.txt", "missing.py", "with space/own.py", "own_task.pyc", "", "\udcff.py",
+             "x" * 300 + ".py")  # fmt: skip
+OWN_NAMES = ("evil.py:Evil", "../beside/evil.py:Evil", "run/evil.py:Evil", "./evil.py:Evil", "evil.py:", "evil:Evil",
+             "evil",
+             "evil.Evil", "own_mechanism.py:DenseAttention", "own_mechanism.py:__loader__", "own_task.py:Task",
+             "own_mechanism.py:Windowed", "mine/own_mechanism.py:Windowed", "linked.py:Windowed", "renamed.py:Windowed",
+             "own_task.py:Reverse", "a\n.py:X", "\x1b[2J.py:X", ".py:X", "x.py:\udcff")  # fmt: skip
+"""Names of files that lie about, and of what may be in them. Only a command line may name one to be imported."""
+MEMORIES = ("calibrated",) * 4 + ("8", "1", "0", "-1", str(2**40), str(2**63 - 1), "run/windows.json",
+            "text/windows.json",
+            "bad.json", "run/config.json", "missing.json", "run", "x.json/y.json", "")  # fmt: skip
+
+FOLDERS = ("run", "other", "part", "text", "alice", "cells", "link", "mine", "margin", "new", "new/deeper/still")
 PATHS = (
     *FOLDERS, "store", "stores", "stores/train", "model", "flipflop-tra", "empty", "with space", "ünïcode", "dangling",
     "a.txt", "b.jsonl", "bad.json", "config.json", "cells.tar.gz", "suite.py", "notes.md", "attend.svg",
     "a.txt/below", "run/config.json", "run/model.safetensors", "run/attend.npz", "run/checkpoints", "store/tokens.bin",
-    "new.html", "new.png", "new.tar.gz", "new.xz", "run/", "./run", "run/../other", "missing/run", "", ".", "x" * 300,
+    "new.html", "new.png", "new.tar.gz", "new.xz", "run/windows.json", "windows.json", "new.json",
+    "own_mechanism.py", "ours", "run/", "./run", "run/../other", "missing/run", "", ".", "x" * 300,
     "y/" * 2000 + "z", "new\nline", "-run", "\udcff", "/proc/self/none", "/proc/1/x", "/dev/null", "/dev/full", "*",
     "hub:none/none", "suite.py:mine", "~",
 )  # fmt: skip

@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import tra
 from tests.ops import context_cases as cases
+from tests.ops.compare import Inputs, exact_inputs
 from tests.ops.context_cases import CASES, ENDINGS, NANS, Case, Shared
-from tests.ops.thread_ranks import run_ranks
+from tests.ops.thread_ranks import ThreadTransport, run_ranks
 from tests.slow import slow
 from tra.ops import SequenceParts, context_parallel_attention
 from tra.ops.context import schedule
-from tra.ops.context.pieces import BlockwisePieces, PieceInputs, Pieces, TritonPieces
 from tra.ops.context.schedule import Schedule, segments_before
-from tra.ops.options import AttentionOptions
-from tra.ops.stop_bound import OlderKeys
 from tra.ops.triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy")
@@ -110,23 +109,37 @@ def test_kernels_read_on_behind_padding(monkeypatch: pytest.MonkeyPatch) -> None
     cases.check_rule(case, run_threads(4, case, "triton"))
 
 
-@pytest.mark.parametrize("pieces", [BlockwisePieces, TritonPieces])
-def test_a_walk_has_not_stopped_where_its_keys_begin(pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether keys before the first visible one, as before padding, don't count either, is for the bound to say."""
-    monkeypatch.setattr(launch, "MAX_FULL_WALK_KEYS", 0)
-    query, key, value = torch.randn(3, 1, 1, 512, 16, generator=torch.Generator().manual_seed(0))
-    options = AttentionOptions.resolve(16, torch.float32, 0.125, 0.0, 8.0, 0.0, None)
-    older, last = OlderKeys(1000, torch.full((1,), 8.0, dtype=torch.float64)), torch.arange(472, 512)[None]
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+def test_masked_keys_end_no_walk(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece may begin with whole blocks of masked keys. That its walk ends at them says nothing about older keys."""
+    monkeypatch.setattr(schedule, "SMALLEST_SEGMENT", 64)
+    inputs = Inputs(*(x.detach() for x in exact_inputs(0, batch=1, heads=1, n_queries=384)))
+    inputs.log_forget.fill_(-1e-4)
+    mask = torch.ones(1, 384, dtype=torch.bool)
+    mask[:, 196:268] = False  # of the third of four parts, keys 0..71 once they are moved
 
-    def stopped(gate: float, first: int) -> Tensor:
-        log_forget, firsts = torch.full((1, 1, 40), gate), torch.full((1, 40), first)
-        return pieces.forward(
-            PieceInputs(query[:, :, :40], key, value, log_forget, firsts, last), options, older
-        ).stopped
+    def work(transport: ThreadTransport) -> torch.Tensor:
+        parts = SequenceParts(384, transport)
+        own, own_mask = (parts.take(x, 2) for x in inputs), parts.take(mask, 1)
+        return parts.join(context_parallel_attention(*own, parts, key_mask=own_mask, impl=impl), 2)
 
-    assert not bool(stopped(-1e-4, 0).any())
-    assert not bool(stopped(-1e-4, 460).any())
-    assert bool(stopped(-20.0, 0).all())
+    exact = tra.threshold_relative_attention(*(x.double() for x in inputs), key_mask=mask, impl="reference")
+    torch.testing.assert_close(run_ranks(2, work)[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_caller_leaves_it_as_it_is() -> None:
+    """A graph ends before the call, and another one begins after it."""
+    inputs = [x.detach() for x in exact_inputs(0, batch=1, heads=1, n_queries=20)]
+
+    def work(transport: ThreadTransport) -> bool:
+        parts = SequenceParts(20, transport)
+
+        def attend(*tensors: torch.Tensor) -> torch.Tensor:
+            return context_parallel_attention(*(x * 1 for x in tensors), parts) * 2
+
+        return torch.equal(torch.compile(attend, backend="eager")(*inputs), attend(*inputs))
+
+    assert run_ranks(1, work) == [True]
 
 
 def total_bytes(shared: list[Shared]) -> int:

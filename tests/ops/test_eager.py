@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -233,6 +234,36 @@ def test_one_tensor_in_several_places(n_queries: int, remembered: list[int]) -> 
         expected = by_dispatcher(lambda tensors=tensors: call(tensors))
         assert all(torch.equal(a, b) for a, b in zip(call(tensors), expected, strict=True))
     assert remembered
+
+
+def test_it_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU has run it. Without a request every call goes through the dispatcher."""
+    for name in eager.REQUESTS:
+        monkeypatch.delenv(name, raising=False)
+    on_gpu, on_cpu = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
+    assert not eager.asked_for(on_gpu)
+    for name in eager.REQUESTS:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert eager.asked_for(on_gpu)
+            assert not eager.asked_for(on_cpu)
+            patch.setenv(name, "0")
+            assert not eager.asked_for(on_gpu)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blockwise"])
+def test_other_implementations_ask_triton_for_nothing(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_launch, "_driver", lambda: pytest.fail("a driver was asked for"))
+    inputs = [x.detach() for x in inputs_for({}, "heads first")]
+    tra.threshold_relative_attention(*inputs, impl=impl)
+
+
+def test_arrays_as_options() -> None:
+    """They have no hash."""
+    inputs = [x.detach() for x in inputs_for({}, "heads first")]
+    for _ in range(2):
+        assert torch.equal(attend(*inputs, scale=np.array(0.5)), attend(*inputs, scale=0.5))
+    assert len(eager.SEEN) == 1
 
 
 def test_tensors_as_options_are_not_remembered() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,13 @@ def reachable(modules: set[str]) -> set[str]:
         found |= new
         todo += new
     return found
+
+
+def test_importing_the_operator_imports_no_compiler() -> None:
+    """It would take longer than all the rest, and settings of Triton are read when it is imported."""
+    code = "import sys, tra.ops; print([name for name in ('torch._dynamo', 'triton') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,9 @@ import pytest
 from PIL import Image
 
 from tra.attention import MECHANISMS
+from tra.report import style
 from tra.report.curve_figures import exact_curves, failure_curves, training_curves
+from tra.report.exact_match import draw_exact_match
 from tra.report.figures import figures, links, write_figures
 from tra.report.heads import head_grids, kept_curves
 from tra.report.names import COLOURS, NAMES
@@ -37,6 +39,17 @@ def run(mechanism: str, seed: int, exact: float, diagnosis: list[dict[str, Any]]
 
 def diagnosed(length: int, **measures: Any) -> dict[str, Any]:
     return {"split": f"{length}", "longest": length, **measures}
+
+
+def test_bars_say_what_a_test_set_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+
+    def keep(figure: Any, _: Path) -> None:
+        labels.extend(label.get_text() for label in figure.axes[0].get_xticklabels())
+
+    monkeypatch.setattr(style, "save", keep)
+    draw_exact_match({"tra": [evaluated("iid", 64, 1.0), evaluated("4x", 1024, 1.0)]}, tmp_path / "bars.png")
+    assert labels == ["iid\n64\nas trained", "4x\n1,024"]
 
 
 def test_one_seed_has_its_interval() -> None:

@@ -70,7 +70,9 @@ def test_the_summary_says_who_holds_up(tmp_path: Path) -> None:
     runs += [make_run(tmp_path / f"c{seed}", "cope", seed, fades=0.0195) for seed in (0, 50)]
     words = said(section(*runs))
     assert "On the longest test set, 16x (1,024, 16 times the training length)" in words
-    assert "two part: TRA 1.000 (0.980-1.000)." in words
+    assert "compared with iid (as trained, 64):" in words
+    assert "On sparse (more noise), of the same length:" in words
+    assert "Hold up, by every run's 95 % intervals on the two: TRA 1.000 (0.980-1.000)." in words
     assert "Falls: RoPE, from 1.000 (0.980-1.000) to 0.200 (0.180-0.220), first seen at 4x (256)." in words
     assert "with some seeds only: CoPE" in words
     assert "Mass on keys of negative content score, at 16x" in words
@@ -110,6 +112,7 @@ def test_settings_part_groups_and_tasks_part_sections(tmp_path: Path) -> None:
     found = section(*runs)
     assert [group["label"] for group in found["groups"]] == ["TRA, lr 0.001", "TRA, lr 0.01"]
     assert [group["variant"] for group in found["groups"]] == [0, 1]
+    assert "One mechanism in two settings (TRA, lr 0.001; TRA, lr 0.01), one seed each, was trained" in said(found)
     assert "optim.lr (0.001, 0.01)" in said(found)
     data, _ = page_data([*runs, make_text_run(tmp_path / "c", "tra", grows=0)], OUT)
     assert [part["title"] for part in data["sections"]] == [

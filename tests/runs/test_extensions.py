@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import json
+import py_compile
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +16,13 @@ import torch
 
 import tra
 from tests.own import IMPORTS, MECHANISM, SUITE, TASK, TINY, command, forget, nothing_stays, train
+from tests.slow import slow
 from tra.config import RunConfig
 from tra.model import DecoderConfig
 from tra.presets import preset
 from tra.runs import ChangedFileWarning, RunFolder, import_file, import_named, read_rows, variant_of, write_rows
+from tra.runs.extensions import imported_paths
+from tra.runs.processes import python_command
 from tra.suite.grid import Cell, Part, load_suite
 from tra.suite.local import run_suite
 from tra.tasks import generator
@@ -322,3 +328,83 @@ def test_bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert command("bench", "cost", "--only", f"{MECHANISM}:Windowed", "--device", "cpu", "--json") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert "error" not in row
+
+
+def test_compiled_code_beside_a_file_is_neither_run_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes code from `__pycache__`, and by its own choice compares it with nothing."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    file.write_text(MECHANISM.read_text())
+    import_file(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+    forget()
+    source = tmp_path / "hidden.py"
+    source.write_text("raise RuntimeError('this is not what mine.py says')")
+    compiled = Path(importlib.util.cache_from_source(str(file)))
+    py_compile.compile(str(source), str(compiled), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    assert import_file(file).Windowed
+    (tmp_path / "grid.py").write_text(SUITE.read_text())
+    compiled.rename(compiled.with_name(compiled.name.replace("mine", "grid")))
+    monkeypatch.setattr(tra.runs.extensions, "_SourceLoader", importlib.machinery.SourceFileLoader)
+    with pytest.raises(ValueError, match="this is not what"):  # as it would without care
+        load_suite(f"{tmp_path / 'grid.py'}:grid", {})
+
+
+def test_a_link_is_known_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(MECHANISM.read_text())
+    (tmp_path / "linked.py").symlink_to("text.txt")
+    (tmp_path / "again.py").symlink_to(MECHANISM)
+    for name in ("linked.py", "again.py"):
+        config = preset("demo").override([f"model.mechanism={tmp_path / name}:Windowed"])
+        assert config.model.mechanism == f"{name}:Windowed"
+        assert config.imports == {name: hashlib.sha256(MECHANISM.read_bytes()).hexdigest()}
+        assert imported_paths(config.imports) == [str(tmp_path / name)]
+
+
+@pytest.mark.parametrize("name", ["DenseAttention", "Attention", "Mechanism"])
+def test_a_class_to_derive_from_is_no_mechanism(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from tra.attention import *\nfrom tra.tasks import Task")
+    with pytest.raises(ValueError, match=f"'mine.py:{name}' is no mechanism, but a class of this package"):
+        preset("demo").override([f"model.mechanism={tmp_path / 'mine.py'}:{name}"])
+    with pytest.raises(ValueError, match=r"'mine\.py:Task' is no task, but a class"):
+        preset("demo").override([f"task.name={tmp_path / 'mine.py'}:Task", "task.arguments={}"])
+
+
+def plant(folder: Path) -> None:
+    """Put packages into a working folder that would be imported from there, as runs unpacked there may be named."""
+    for name in ("numpy", "rich", "evil"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise SystemExit('{name} of the working folder was imported')")
+    (folder / "evil-1.0.dist-info").mkdir()
+    (folder / "evil-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (folder / "evil-1.0.dist-info" / "entry_points.txt").write_text("[tra.mechanisms]\nevil = evil:Evil\n")
+
+
+COMMANDS_OF_PYTHON = (
+    (("-m", "tra", "evaluate", "none"), "tra: none doesn't exist"),
+    (("-c", "import tra.runs"), ""),
+    *slow(
+        (("-m", "tra", "generate", "run"), "unknown mechanism 'evil'"),
+        (("-m", "tra.suite.cell", "run"), "unknown mechanism 'evil'"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("arguments", "said"), COMMANDS_OF_PYTHON)
+def test_nothing_is_imported_from_the_working_folder(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path)
+    (tmp_path / "run").mkdir()
+    config = preset("demo").to_dict()
+    config["model"]["mechanism"] = "evil"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run" / "model.safetensors").touch()
+    monkeypatch.setenv("PYTHONPATH", str(Path(tra.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, *arguments] if "tra" in arguments else python_command(*arguments)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said in done.stdout + done.stderr
+    assert "working folder" not in done.stdout + done.stderr

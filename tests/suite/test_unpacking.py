@@ -27,13 +27,26 @@ def archive(file: Path, *members: tuple[tarfile.TarInfo, bytes], mode: str = "w:
     return file
 
 
-LINK_CHAIN = [
-    member("d" * 240, type=tarfile.DIRTYPE, mode=0o755),
-    member("a", type=tarfile.SYMTYPE, linkname="d" * 240),
-    member("escape", type=tarfile.SYMTYPE, linkname="a/" * 16 + "../" * 30 + "tmp"),
-    member("escape/written", b"outside"),
-]
-"""What CVE-2025-4517 is made of: links that are short, to names that are long."""
+def link_chain(target: str) -> list[tuple[tarfile.TarInfo, bytes]]:
+    """Return members that use CVE-2025-4517: short links to names so long that Python's filter loses the thread.
+
+    Args:
+        target: Where `escape/written` goes, as seen from the folder of the archive.
+    """
+    members, path = [], ""
+    for step in "abcdefghijklmnop":
+        members += [
+            member(f"{path}{'d' * 247}", type=tarfile.DIRTYPE, mode=0o755),
+            member(f"{path}{step}", type=tarfile.SYMTYPE, linkname="d" * 247),
+        ]
+        path += f"{'d' * 247}/"
+    end = "/".join("abcdefghijklmnop") + "/" + "l" * 254
+    return [
+        *members,
+        member(end, type=tarfile.SYMTYPE, linkname="../" * 16),
+        member("escape", type=tarfile.SYMTYPE, linkname=f"{end}/{target}"),
+        member("escape/written", b"outside"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,14 +59,16 @@ LINK_CHAIN = [
         [member("run/link", type=tarfile.LNKTYPE, linkname="run/config.json")],
         [member("run/pipe", type=tarfile.FIFOTYPE)],
         [member("run/device", type=tarfile.CHRTYPE)],
-        LINK_CHAIN,
+        link_chain(".."),
+        link_chain("../../../victim"),
     ],
 )
 def test_what_is_no_plain_file_within_is_refused(tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    (tmp_path / "victim").mkdir()
     bad = archive(tmp_path / "a.tar.gz", member("run/config.json", b"{}"), *members)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"a\.tar\.gz is refused: '") as caught:
-        merge([bad], tmp_path / "new" / "out")
+        merge([bad], tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 

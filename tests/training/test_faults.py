@@ -89,6 +89,19 @@ def test_damaged_weights_are_trained_again(trained: Path, tmp_path: Path) -> Non
     assert_same_run(trained, run)
 
 
+def test_a_bad_line_of_metrics_is_named_and_nothing_is_lost(trained: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    metrics = run / "metrics.jsonl"
+    first, *others = metrics.read_bytes().splitlines(keepends=True)
+    assert others
+    content = first + b'{"step": 1, "lo\n' + b"".join(others)
+    metrics.write_bytes(content)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2, is damaged: "):
+        resume(run)
+    assert metrics.read_bytes() == content
+
+
 def test_a_checkpoint_of_another_model_is_passed_over(trained: Path, tmp_path: Path) -> None:
     run, other = copy(trained, tmp_path / "run"), tmp_path / "other"
     train(small("train.steps=25", "model.d_model=16"), other, device=CPU)

@@ -10,7 +10,6 @@ import platform
 import resource
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import tra
 from tra.runs import environment
+from tra.runs.processes import python_command
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def measure_apart(impl: str, length: int, **options: int) -> Measurement:
     """Call `measure` in a process of its own."""
     call = f"measure({impl!r}, {length}, **{options!r})"
     code = f"import json, dataclasses; from tra.bench.op import measure; print(json.dumps(dataclasses.asdict({call})))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run(python_command("-c", code), check=True, capture_output=True, text=True)
     return Measurement(**json.loads(done.stdout.splitlines()[-1]))
 
 

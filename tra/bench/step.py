@@ -23,6 +23,7 @@ from tra.config import EvalConfig, OptimConfig, RunConfig, TaskConfig, TrainConf
 from tra.model import DecoderConfig
 from tra.runs import RunFolder, environment, import_file
 from tra.runs.extensions import imported_paths
+from tra.runs.processes import python_command
 from tra.training import Trainer
 
 VOCABULARY = 256
@@ -133,15 +134,7 @@ class MeasuringProcess:
         self.result: dict[str, Any] = {"mechanism": mechanism, **shape._asdict()}
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 read after the process has ended
         file = mechanism.rpartition(":")[0]  # the user's file, if any
-        command = [
-            sys.executable,
-            "-m",
-            "tra.bench.step",
-            mechanism,
-            json.dumps(shape),
-            device,
-            *imported_paths([file]),
-        ]
+        command = python_command("-m", "tra.bench.step", mechanism, json.dumps(shape), device, *imported_paths([file]))
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     check_windowed(folder.config().model.mechanism)
     is_shipped = SHIPPED in folder.path.resolve().parents  # the package's own runs are never written to
     out = options.out or (Path("windows.json") if is_shipped else folder.windows_file)
-    check_replaceable(out)
+    check_replaceable(out, folder)
     sequences = _sequences(options, folder)
     with contextlib.nullcontext() if is_shipped else folder.lock():
         model = folder.load_model(device)

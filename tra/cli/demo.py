@@ -29,7 +29,7 @@ Test sets: iid as in training; sparse with more noise, dense with less; 4x and 1
 
 CONCLUSION = """\
 Keys that don't matter leave TRA's softmax and don't count as distance, so a longer sequence looks like a short one.
-With a margin, keys just below the threshold stay, which makes TRA easier to train.
+With a margin, keys just below the threshold stay, which is meant to make TRA easier to train.
 RoPE's numbers vary by machine, as sums round differently on each: dense was 0.90-0.96, and 4x 0.09-0.25.
 Figure: {out}/exact-match.png. Runs: {out}. Next: . .venv/bin/activate; tra train --help
 All of it, to open in a browser: {out}/report.html"""

@@ -70,12 +70,17 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
         raise SystemExit(0)
     if name not in VERBS:
         raise ValueError(unknown_name("option" if name.startswith("-") else "verb", name, VERBS))
+    return functools.partial(_run, parser_of(name).parse(rest), importlib.import_module(VERBS[name][0]))
+
+
+def parser_of(name: str) -> Parser:
+    """Return the parser of a verb, with all its options."""
     verb = importlib.import_module(VERBS[name][0])
     parser = Parser(f"tra {name}", verb.DESCRIPTION)
     verb.add_arguments(parser)
     if name not in ("demo", "prepare"):  # these two use no files of the user
         add_imports(parser)
-    return functools.partial(_run, parser.parse(rest), verb)
+    return parser
 
 
 def _run(options: argparse.Namespace, verb: ModuleType) -> int:

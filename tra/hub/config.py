@@ -52,6 +52,13 @@ SPLIT_BY_HEAD = {
 parameters or constants per head."""
 
 
+ADAPTED_MODULES = {
+    "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj",
+    "input_layernorm", "post_attention_layernorm", "norm",
+}  # fmt: skip
+"""Modules that are called as Llama's are, and do the same."""
+
+
 def tensor_parallel_plan(mechanism: str) -> dict[str, str] | None:
     """Return how transformers splits the matrices of a base model over processes, None if it can't."""
     if mechanism not in SPLIT_BY_HEAD:
@@ -174,13 +181,14 @@ class TRAConfig(PreTrainedConfig):
 
 
 def _register_with_peft() -> None:
-    """Add default targets for adapters to PEFT's tables, which it looks up by `model_type`.
+    """Add default targets for adapters to PEFT's tables, which it looks up by `model_type`: those of a Llama.
 
     A model may be built before PEFT is imported, and importing it takes seconds. PEFT calls `to_dict` of the config
     right before it reads the tables.
     """
     constants = sys.modules.get("peft.utils.constants")
     for name, table in vars(constants).items() if constants else ():
-        is_table = name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_TARGET_MODULES_MAPPING")
-        if is_table and table.get("llama") == ["q_proj", "v_proj"]:
-            table.setdefault(TRAConfig.model_type, ["q_proj", "v_proj"])
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MODULES_MAPPING"):
+            ours = [module for module in table.get("llama", ()) if module in ADAPTED_MODULES]
+            if ours:
+                table.setdefault(TRAConfig.model_type, ours)

@@ -148,15 +148,16 @@ class TRAModel(TRAPreTrainedModel):
                 then computed from these weights: slower than the fast path, and equal to it up to rounding. Not with a
                 static cache.
             position_ids: `[B or 1, T]`. Where they start again at 0, another document begins, and tokens see only their
-                own. Positions themselves are counted here; other position_ids raise a ValueError. With a cache they
-                aren't used, nor in a compiled graph with a mask.
+                own. Positions themselves are counted here; other position_ids raise a ValueError, but not in a compiled
+                graph. With a cache they aren't used, nor in an exported graph with a mask.
             kwargs: What tokenizers, collators and losses pass to any model. Other arguments raise a ValueError.
         """
         _check_others(kwargs, position_ids)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is not None:
-            check_tokens(input_ids, self.embed_tokens.num_embeddings)
+            # an adapter in the embedding's place doesn't say how many rows it has
+            check_tokens(input_ids, getattr(self.embed_tokens, "num_embeddings", self.config.vocab_size))
             inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions

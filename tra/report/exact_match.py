@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tra.report import style
-from tra.report.names import name_of
+from tra.report.names import SPLIT_WORDS, name_of
 from tra.runs import exact_digits
 
 
@@ -37,7 +37,7 @@ def draw_exact_match(
             axes.errorbar(places, heights, yerr=errors, fmt="none", ecolor="black", elinewidth=0.8, capsize=2)
             for place, row in zip(places, rows, strict=True):
                 axes.text(place, row["high"] + 0.015, _bar_text(row), ha="center", fontsize=7)
-        axes.set_xticks(range(len(shown)), [f"{row['split']}\n{row['longest']:,}" for row in shown])
+        axes.set_xticks(range(len(shown)), [_test_set(row) for row in shown])
         axes.set_xlabel("test set, and its length in symbols")
         axes.set_ylabel("sequences without an error")
         axes.set_ylim(0, 1.12)
@@ -47,9 +47,14 @@ def draw_exact_match(
             axes.axvline(longer - 0.5, color="black", linewidth=0.8, linestyle=":")
             axes.text(longer - 0.45, 1.1, "longer than trained →", fontsize=8, va="bottom")
         if marks:
-            style.note_below(axes, style.BROKE_DOWN)
+            style.note_below(axes, style.BROKE_DOWN, lines=3)
         axes.set_title(title, fontsize=10, loc="left", pad=28)
         axes.legend(ncols=len(results), loc="lower left", bbox_to_anchor=(0.0, 1.02))
+
+
+def _test_set(row: Mapping[str, Any]) -> str:
+    """Return what stands below the bars of a test set: its name, its length, and what it asks."""
+    return f"{row['split']}\n{row['longest']:,}\n{SPLIT_WORDS.get(row['split'], '')}".rstrip()
 
 
 def _bar_text(row: Mapping[str, Any]) -> str:

@@ -56,6 +56,9 @@ TASK_SENTENCES = {
 }
 """What is learnt, by task."""
 
+SPLIT_WORDS = {"iid": "as trained", "sparse": "more noise", "dense": "less noise"}
+"""What is asked in test sets whose names don't say it."""
+
 
 def task_sentence(task: str) -> str:
     """Return what is learnt, in one sentence."""

@@ -88,9 +88,11 @@ def draw_curve(axes: Any, curve: Curve, opacity: float = 0.13, **line: Any) -> N
     axes.fill_between(curve.x, curve.low, curve.high, color=drawn.get_color(), alpha=opacity, linewidth=0)
 
 
-def note_below(axes: Any, text: str) -> None:
-    """Write a footnote below a panel's axis."""
-    axes.annotate(text, (0, 0), (0, -42), "axes fraction", textcoords="offset points", fontsize=8, va="top")
+def note_below(axes: Any, text: str, lines: int = 2) -> None:
+    """Write a footnote below a panel's axis, whose ticks have so many lines of text."""
+    axes.annotate(
+        text, (0, 0), (0, -18 - 12 * lines), "axes fraction", textcoords="offset points", fontsize=8, va="top"
+    )
 
 
 def mark_trained_length(axes: Any, trained_at: int) -> None:

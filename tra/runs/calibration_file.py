@@ -91,13 +91,16 @@ def write_windows(file: Path, calibration: Calibration) -> None:
     write_atomically(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def check_replaceable(file: Path) -> None:
-    """Raise a ValueError if a file is there that is not a calibration, and so must not be written over."""
+def check_replaceable(file: Path, run: RunFolder) -> None:
+    """Raise a ValueError if a file is there that is not a calibration, and so must not be written over.
+
+    The run's own windows.json may be damaged, and is then measured anew.
+    """
     if file.is_dir():
         raise ValueError(f"{file} is a folder: name a .json file to write to")
     if file.suffix != ".json":
         raise ValueError(f"windows are written to a .json file, got {file}")
-    if file.exists() and file.name != "windows.json":
+    if file.exists() and file.resolve() != run.windows_file.resolve():
         try:
             _parse(file)
         except ValueError:

@@ -19,8 +19,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from tra import unknown_name
@@ -32,6 +33,7 @@ GROUPS: dict[Kind, str] = {"mechanism": "tra.mechanisms", "task": "tra.tasks", "
 
 _NAME = re.compile(r"(?P<path>.*\.py):(?P<attribute>[^:/]+)", re.DOTALL)
 _FILE_NAME = re.compile(r"[\w.-]+\.py")
+_MODULES_OF_BASES = ("tra.attention.shared.", "tra.tasks.base")
 
 
 class ChangedFileWarning(UserWarning):
@@ -75,7 +77,7 @@ def import_file(path: str | Path) -> ModuleType:
         raise ValueError(
             f"your own file must be called NAME.py, of letters, digits, '_', '-' and '.'; got {path.name!r}"
         )
-    path, digest = path.resolve(), _digest(path)
+    path, digest = path.parent.resolve() / path.name, _digest(path)  # by the name that was typed, if it is a link
     known = _files.get(path.name)
     if known is not None and known.digest == digest:
         return known.module
@@ -105,19 +107,26 @@ def import_named(name: str) -> str:
 
 def execute_file(path: Path, module_name: str) -> ModuleType:
     """Run a file as a module. What it raises is a ValueError of one line, which names the line of the file."""
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    loader = _SourceLoader(module_name, str(path))
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look up their annotations there
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" (line {lines[-1]})" if lines else ""
         raise ValueError(f"{path} can't be imported: {type(error).__name__}: {error}{line}") from error
     return module
+
+
+class _SourceLoader(SourceFileLoader):
+    """Compile a file's text each time. What lies in `__pycache__` may be of another text, which nobody has read."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def find_extension(kind: Kind, name: str, known: Iterable[str]) -> Any:
@@ -162,6 +171,8 @@ def register(kind: Kind, name: str, others: Iterable[str] = ()) -> None:
     found = find_extension(kind, name, [*registry, *others])
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"the {kind} {name!r} must be a subclass of {base.__name__}, got {found!r}")
+    if found.__module__.startswith(_MODULES_OF_BASES):
+        raise ValueError(f"the {kind} {name!r} is no {kind}, but a class of this package to derive one from")
     registry[name] = found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tra.runs import LockedError, RunFolder
+from tra.runs.processes import python_command
 from tra.suite.grid import Cell
 from tra.suite.state import clear_failure, is_done, read_failure, record_failure
 
@@ -72,8 +73,8 @@ def start_cell(
     Args:
         imports: The user's files that the process imports first.
     """
-    command = [sys.executable, "-m", "tra.suite.cell", str(folder), device or "-"]
-    command += ["-" if seconds is None else str(seconds), *imports]
+    limit = "-" if seconds is None else str(seconds)
+    command = python_command("-m", "tra.suite.cell", str(folder), device or "-", limit, *imports)
     environment = {**environment, "TRA_PARENT": str(os.getpid())}
     with (folder / "log.txt").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=new_session)

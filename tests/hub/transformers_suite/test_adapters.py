@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from tests.hub.models import config, language_model, tokens
+from tests.hub.models import VOCABULARY, config, language_model, tokens
 from tra.hub import TRAForCausalLM
 
 peft = pytest.importorskip("peft")
@@ -43,6 +47,51 @@ def test_default_targets_are_queries_and_values() -> None:
     tuned = peft.get_peft_model(TRAForCausalLM(config()), peft.LoraConfig(task_type="CAUSAL_LM"))
     found = {name.rsplit(".", 1)[-1] for name in tuned.targeted_module_names}
     assert found == {"q_proj", "v_proj"}
+
+
+DEFAULTS = {
+    "IA3Config": {"k_proj", "v_proj", "down_proj"},
+    "LNTuningConfig": {"input_layernorm", "post_attention_layernorm", "norm"},
+    "VeraConfig": {"q_proj", "v_proj"},
+    "BeftConfig": {"v_proj"},
+}
+
+
+@pytest.mark.parametrize("kind", list(DEFAULTS))
+def test_default_targets_are_llama_s(kind: str) -> None:
+    """For methods other than LoRA too."""
+    tuned = peft.get_peft_model(TRAForCausalLM(config()), getattr(peft, kind)(task_type="CAUSAL_LM"))
+    assert {name.rsplit(".", 1)[-1] for name in tuned.targeted_module_names} == DEFAULTS[kind]
+    ids = tokens(2, 6)
+    tuned(ids, labels=ids).loss.backward()
+    assert any(weight.grad is not None and weight.grad.any() for weight in tuned.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"trainable_token_indices": [31, 32]}, {"target_modules": ["q_proj", "embed_tokens"]}]
+)
+def test_embeddings_can_be_adapted(options: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    """Of new tokens alone, as PEFT advises after `add_tokens`, or of all."""
+    model = language_model(tie_word_embeddings=tied)
+    model.resize_token_embeddings(VOCABULARY + 2)
+    model.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    ids = torch.tensor([[3, 31, 4, 32, 5]])
+    before = model(ids).logits
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.testing.assert_close(tuned(ids).logits, before)
+    optimizer = torch.optim.SGD([weight for weight in tuned.parameters() if weight.requires_grad], 1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        tuned(ids, labels=ids).loss.backward()
+        optimizer.step()
+    after = tuned(ids).logits
+    assert not torch.allclose(after, before)
+    tuned.save_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")(ids).logits, after)
+    with pytest.raises(ValueError, match=r"token ids must lie in 0\.\.32"):
+        tuned(ids + 1)
 
 
 def test_checkpointing_and_adapters_go_together() -> None:

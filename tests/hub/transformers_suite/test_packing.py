@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.hub.models import config, language_model, tokens
+from tests.slow import slow
 from tra.attention import MECHANISMS
 from tra.hub import TRAForCausalLM
 
@@ -44,6 +45,27 @@ def test_a_batch_packs_each_row_by_itself() -> None:
     out = model(ids, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(out[1], model(ids[1:], use_cache=False).logits[0])
     torch.testing.assert_close(out[0, 3:], model(ids[:1, 3:], use_cache=False).logits[0])
+
+
+@pytest.mark.parametrize("mechanism", ["tra", "rope"])
+@pytest.mark.parametrize("masked", [True, *slow(False)])
+def test_a_compiled_model_takes_documents_too(mechanism: str, masked: bool) -> None:
+    """Where it can't see that a mask hides nothing, or that a row is one document."""
+    model = language_model(mechanism)
+    rows, ids, positions = packed()
+    batch = {"input_ids": ids.repeat(2, 1), "position_ids": torch.stack([positions[0], torch.arange(ids.shape[1])])}
+    if masked:  # on the left of the second row
+        mask = torch.ones_like(batch["input_ids"])
+        mask[1, :4] = 0
+        batch |= {"attention_mask": mask, "position_ids": torch.stack([positions[0], (mask[1].cumsum(0) - 1).clamp(0)])}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        found = compiled(**batch, use_cache=False).logits
+        apart = torch.cat([model(row, use_cache=False).logits for row in rows], 1)
+        whole = model(ids[:, 4 * masked :], use_cache=False).logits
+    torch.testing.assert_close(found[:1], apart)
+    torch.testing.assert_close(found[1:, 4 * masked :], whole)
 
 
 def test_an_lstm_says_that_it_reads_one_document() -> None:

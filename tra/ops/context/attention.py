@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from tra import unknown_name
@@ -24,7 +25,7 @@ from tra.ops.triton.availability import why_unavailable
 CONTEXT_IMPLEMENTATIONS = ("auto", "blockwise", "triton")
 
 
-@torch.compiler.disable
+@_disable_dynamo  # that of torch.compiler would import compilers, and Triton, with the package
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,

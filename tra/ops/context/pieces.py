@@ -121,7 +121,7 @@ class TritonPieces:
         rows = RunningSoftmax(reference.masked_fill(is_null, -torch.inf), total.masked_fill(is_null, 0.0), counted, out)
         if first is None or last is None:
             return PieceResult(rows, stops, stops > 0)
-        # A walk also ends where its rows' keys begin. Only right of that has it stopped because no older key counts.
+        # A walk that read all that its rows see ends at a whole block, not beyond its first key.
         return PieceResult(rows, stops, (stops > first[:, None]) & (first <= last)[:, None])
 
     @staticmethod

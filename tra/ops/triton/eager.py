@@ -6,6 +6,9 @@ launches are then recorded (`direct_launch.py`), and later calls only allocate a
 the same.
 
 Whatever could see or change the operator's call takes the way through the dispatcher: see `tra/ops/watchers.py`.
+
+No GPU has run this yet, and every measurement and test that a GPU has made went through the dispatcher. Until one has
+run it, it has to be asked for: `TRA_DIRECT_CALL=1` in the environment, or `TRA_DIRECT_LAUNCH=1` for both.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +51,20 @@ MAX_BACKWARD_PLANS = 16
 """Most backward plans of one kind, since gradients may come in several layouts."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 NUMBER_TYPES = (float, int, bool, str, type(None))
-"""Of arguments that are remembered: a tensor's value might change."""
+"""Of options that are remembered: a tensor's value might change, and an array has no hash."""
 DECODE_KEYS_STEP = 16
 """Keys of a growing cache up to the next multiple of this are one kind: tiles have multiples of it."""
-takes: Callable[[Tensor], bool] = attrgetter("is_cuda")
-"""Whether calls with such queries may come here. Tests and benchmarks that change what launchers read replace it."""
+REQUESTS = ("TRA_DIRECT_CALL", "TRA_DIRECT_LAUNCH")
+"""Variables of the environment, either of which asks for calls past the dispatcher."""
+
+
+def asked_for(query: Tensor) -> bool:
+    """Return whether calls with such queries may come here."""
+    return query.is_cuda and any(os.environ.get(name) == "1" for name in REQUESTS)
+
+
+takes: Callable[[Tensor], bool] = asked_for
+"""Tests and benchmarks that change what launchers read replace it."""
 
 
 class Kind(NamedTuple):
@@ -61,7 +72,6 @@ class Kind(NamedTuple):
 
     key: Hashable
     pointers: list[int]
-    numbers: tuple[Any, ...]
     training: bool
     decodes: bool
     """Whether it is a call of decoding. Its key has lengths only roughly, which the forward kernel couldn't use."""
@@ -88,9 +98,14 @@ def describe(tensors: Sequence[Tensor]) -> tuple[list[Any], list[int]] | None:
 def kind_of(
     query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, key_lengths: Tensor | None, *numbers: Any
 ) -> Kind | None:
-    """Return the kind of a call of `threshold_relative_attention`; None if it has to take the way of all calls."""
+    """Return the kind of a call of `threshold_relative_attention`; None if it has to take the way of all calls.
+
+    The last of the numbers is `impl`.
+    """
     tensors = (query, key, value, log_forget)
     if not (type(query) in PLAIN_TYPES and takes(query) and HAS_TRITON and nothing_watches()):
+        return None
+    if not all(type(number) in NUMBER_TYPES for number in numbers) or numbers[-1] not in ("auto", "triton"):
         return None
     if (described := describe(tensors if key_lengths is None else (*tensors, key_lengths))) is None:
         return None
@@ -104,7 +119,7 @@ def kind_of(
         n_keys = key.shape[2]
         steps = -(-n_keys // DECODE_KEYS_STEP) if n_keys >= DECODE_KEYS_STEP else -n_keys
         facts[4], facts[8] = (*key.shape[:2], steps, key.shape[3]), (*value.shape[:2], value.shape[3])
-    return Kind((current_device(), training, decodes, numbers, *facts), pointers, numbers, training, decodes)
+    return Kind((current_device(), training, decodes, numbers, *facts), pointers, training, decodes)
 
 
 def _launcher(record: bool, tensors: Sequence[Tensor | None], numbers: tuple[str, ...] = ()) -> Launcher:
@@ -292,13 +307,12 @@ def learn(
 ) -> EagerCall | None:
     """Return the object that takes calls of a kind, which was checked and chosen for the kernels, and keep it.
 
-    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, numbers
-    of other types, or `key_lengths` in the forward kernel.
+    None if such calls go through the dispatcher: on other devices than the current one, with a negative scale, or with
+    `key_lengths` in the forward kernel.
     """
     width = max(query.shape[3], value.shape[3])
     on_current = (query.device.index or 0) == current_device()
-    numbers_are_plain = all(type(number) in NUMBER_TYPES for number in kind.numbers)
-    if why_unavailable(query.device, query.dtype, width) or not (on_current and numbers_are_plain):
+    if why_unavailable(query.device, query.dtype, width) or not on_current:
         return None
     options = AttentionOptions(*(None if number is None else float(number) for number in astuple(options)))  # type: ignore[arg-type]
     if not options.scale > 0:

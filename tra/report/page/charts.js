@@ -77,7 +77,7 @@ function traces(section, chart, measure, state, legend) {
       y: line.y,
       mode: line.alone ? "markers" : isTraining && line.x.length > 30 ? "lines" : "lines+markers",
       showlegend: legend && !line.alone && !named.has(line.group),
-      line: { color: colour, width: Math.max(1.5, 3.5 - 0.5 * line.group), dash: DASHES[line.group % DASHES.length] },
+      line: { color: colour, width: Math.max(1.5, 5.5 - 1.3 * line.group), dash: DASHES[line.group % DASHES.length] },
       marker: { color: colour, size: line.alone ? 9 : 7, symbol: line.alone ? `${symbol}-open` : symbol },
       error_y: { ...bars, color: tinted(group.colour, 0.7), visible: hasBars },
       text: line.text.map((text) => plain(`${label}\n${text}`)),

@@ -12,7 +12,7 @@ from tra.report import curves
 from tra.report.breakdowns import footnotes
 from tra.report.curves import Split
 from tra.report.groups import Group, Section, differing_settings
-from tra.report.names import FAILURES, overlap_text, task_sentence
+from tra.report.names import FAILURES, SPLIT_WORDS, overlap_text, task_sentence
 
 LEARNT = 0.9
 """Exact match below which a mechanism hasn't learnt the task, so that length can't be judged."""
@@ -52,11 +52,12 @@ def _introduction(section: Section) -> Paragraph:
     groups, runs = section.groups, section.runs
     seeds, mechanisms = {len(group.runs) for group in groups}, {group.mechanism for group in groups}
     each = _number(min(seeds), "seed").lower() if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)} seeds"
-    text = f"{task_sentence(section.task)} {_number(len(mechanisms), 'mechanism')}"
+    found = _number(len(mechanisms), "mechanism")
+    if len(groups) > len(mechanisms):
+        found += f" in {_number(len(groups), 'setting').lower()}"
+    text = f"{task_sentence(section.task)} {found}"
     if 1 < len(groups) <= MAX_NAMED:
         text += f" ({_labels(groups)})"
-    elif len(groups) > len(mechanisms):
-        text += f" in {len(groups)} settings"
     text += f", {each} each, {'was' if len(mechanisms) == 1 else 'were'} trained"
     if trained := runs[0].trained_length:
         text += f" at length {trained:,}"
@@ -89,7 +90,7 @@ def _by_length(section: Section, splits: Sequence[Split]) -> list[Paragraph]:
         text = (
             f"On the longest test set, {longest.name} ({longest.label}, {longest.length / base.length:.3g} times"
             f"{' the training length' if is_trained else f' that of {base.name}'}), "
-            f"compared with {base.name} ({base.label}):"
+            f"compared with {_named(base, base.label)}:"
         )
         found.append({"text": text, "items": _verdicts(section, splits, base, longest)})
     else:
@@ -100,15 +101,21 @@ def _by_length(section: Section, splits: Sequence[Split]) -> list[Paragraph]:
         items = [f"Less exact than on {base.name}: {_levels(worse, split)}."] if worse else []
         items += [f"No worse: {_labels(judged['holds'])}."] if judged["holds"] else []
         if items:
-            found.append({"text": f"On {split.name}, of the same length:", "items": items})
+            found.append({"text": f"On {_named(split)}, of the same length:", "items": items})
     return found
+
+
+def _named(split: Split, *facts: str) -> str:
+    """Return a test set's name, with what it asks where the name doesn't say it."""
+    words = [*filter(None, [SPLIT_WORDS.get(split.name)]), *facts]
+    return f"{split.name} ({', '.join(words)})" if words else split.name
 
 
 def _verdicts(section: Section, splits: Sequence[Split], base: Split, longest: Split) -> list[str]:
     judged = _judge(section.groups, base, longest)
     items = []
     if holding := judged["holds"]:
-        words = f"Hold up, as no run's 95 % intervals on the two part: {_levels(holding, longest)}."
+        words = f"Hold up, by every run's 95 % intervals on the two: {_levels(holding, longest)}."
         if any(len(group.runs) > 1 for group in holding):  # whose ranges are of seeds, and show no interval
             rows = [row for group in holding for run in group.runs for row in run.evaluation]
             lowest = min(row["low"] for row in rows if row["split"] == longest.name)
