@@ -19,9 +19,10 @@ from tests.ops import compare
 from tests.ops.compare import Inputs, causal, exact_inputs, padding, run
 from tests.ops.test_fused import BFLOAT16, DEVICE
 from tests.slow import slow
-from tra.ops import attention_map
+from tra.ops import attention_map, newest_first
 from tra.ops.options import AttentionOptions
-from tra.ops.triton import decode_plan, launch
+from tra.ops.triton import decode, decode_plan, launch
+from tra.ops.visible import visible_keys
 
 MARGINS = (2.0, *slow(0.5, math.inf))
 ALL_MARGINS = (0.5, 2.0, math.inf)
@@ -265,6 +266,39 @@ def test_the_stop_leaves_out_no_more_than_it_promises(impl: str, gate: float, ki
         for tolerance in (2.0**-24, 1e-2):
             dropped = dropped_weight(query, key, log_forget, tolerance, impl, margin=margin, **options)
             assert dropped <= tolerance
+
+
+@pytest.mark.parametrize("form", ["newest-first", *slow("decode")])
+@pytest.mark.parametrize("theta", [8.0, *slow(-3.0, 0.0, 6.0, 50.0)])
+@pytest.mark.parametrize("gate", [-0.7, *slow(-0.05, -0.2, -3.0, -1e10)])
+def test_the_stop_of_few_queries_at_its_worst(
+    form: str, theta: float, gate: float, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few keys that count, then the largest scores there can be: of keys inside the margin, then of any."""
+    monkeypatch.setattr(newest_first, "FIRST_MAP_KEYS", 32)
+    monkeypatch.setattr(newest_first, "MAP_GROWTH", 2)
+    monkeypatch.setattr(decode_plan, "processor_count", lambda _: 2)  # with more than blocks, all are read at once
+    length, bound, gates = 250, 8.0, torch.full((1, 1, 1), gate, device=DEVICE)
+    query = F.pad(torch.ones(1, 1, 1, 1, device=DEVICE), (0, 15))
+    value = torch.eye(length, device=DEVICE)[None, None]
+    for n_counted in (0, 2, 20):
+        scores = torch.full((length,), min(theta, bound))
+        scores[: length // 2] = bound
+        scores[length - n_counted :] = min(theta + 2**-12, bound)
+        key = F.pad(scores[None, None, :, None].to(DEVICE), (0, 15))
+        exact = attention_map(
+            query.double(), key.double(), gates.double(), scale=1.0, threshold=theta, margin=2.0
+        ).weights
+        for tolerance in (2.0**-24, 0.3):
+            options = AttentionOptions(1.0, theta, bound, tolerance=tolerance, margin=2.0)
+            if form == "decode":
+                got = decode.decode_attention(query, key, value, gates, None, None, None, options)
+            else:
+                visible = visible_keys(query, key, None, None)
+                got = newest_first.newest_first_attention(query, key, value, gates, visible, options)
+            dropped = torch.where((got == 0) & (exact > 1e-38), exact, 0.0).sum()
+            assert dropped <= tolerance
+            assert (got - exact).abs().sum() <= 2 * tolerance + 1e-4
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ class Case:
     def results(self, out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
         return [y.double() for y in (out.detach(), *torch.autograd.grad(out, leaves, self.grad_out.to(out)))]
 
-    def by_parts(self, dtype: torch.dtype) -> list[Tensor]:
+    def by_parts(self, dtype: torch.dtype, margin: float = 0.0) -> list[Tensor]:
         """PyTorch's projections and norm, and the definition in float64 or the form without thought of precision."""
         leaves = self.leaves(dtype)
         x, weights, gates = leaves[0], leaves[1:4], leaves[4:]
@@ -80,12 +80,11 @@ class Case:
         query, key = (F.rms_norm(y, (self.width,), eps=EPS).to(dtype) for y in (query, key))
         log_forget = self.log_forget(x, gates)
         if dtype == torch.float64:
-            return self.results(
-                tra.threshold_relative_attention(query, key, value, log_forget, impl="reference"), leaves
-            )
+            out = tra.threshold_relative_attention(query, key, value, log_forget, margin=margin, impl="reference")
+            return self.results(out, leaves)
         key, value = (y.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for y in (key, value))
         seen = causal(x.shape[1], x.shape[1]).to(DEVICE)
-        return self.results(plain_attention(query, key, value, log_forget.float(), seen), leaves)
+        return self.results(plain_attention(query, key, value, log_forget.float(), seen, margin=margin), leaves)
 
     def at_once(self, **options: float | None) -> list[Tensor]:
         leaves = self.leaves(self.dtype)
@@ -111,7 +110,21 @@ def test_results_and_gradients(
     if shape == "chunks":
         monkeypatch.setattr(backward, "_transient_bytes", lambda _: 1)
     case = Case(*SHAPES[shape], dtype)
-    right, usual, found = case.by_parts(torch.float64), case.by_parts(dtype), case.at_once(score_bound=score_bound)
+    compare(case.by_parts(torch.float64), case.by_parts(dtype), case.at_once(score_bound=score_bound))
+
+
+@MOSTLY_HALF
+@pytest.mark.parametrize(("margin", "score_bound"), [(0.5, 5.1), *slow((0.5, None), (math.inf, 5.1), (math.inf, None))])
+def test_margins(margin: float, score_bound: float | None, dtype: torch.dtype) -> None:
+    """Scores are odd multiples of 1/√15: none is near the cut at -0.5."""
+    case = Case(*SHAPES["plain"], dtype)
+    right, without = case.by_parts(torch.float64, margin), case.by_parts(torch.float64)
+    assert not torch.allclose(right[0], without[0], atol=0.1)
+    compare(right, case.by_parts(dtype, margin), case.at_once(margin=margin, score_bound=score_bound))
+
+
+def compare(right: list[Tensor], usual: list[Tensor], found: list[Tensor]) -> None:
+    """Compare output and gradients: at most twice the error of the usual form."""
     assert len(found) == len(right)
     joined = [[*y[:5], torch.cat([z.flatten() for z in y[5:]])] if y[5:] else y for y in (found, right, usual)]
     for name, got, wanted, other in zip(("out", "x", *Weights._fields), *joined, strict=False):
