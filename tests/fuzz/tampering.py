@@ -92,8 +92,9 @@ def _folder(path: Path, tamper: Tamper) -> None:
 
 
 def _link(path: Path, tamper: Tamper) -> None:
-    beside = ("../apart", "../../beside/run", "../../beside/sentinel.txt", "../../beside/run/" + path.name)
-    target = ("nowhere", path.name, "/dev/null", "../other/" + path.name, *beside)[tamper.where % 8]
+    beside = ("../apart", "../../beside/run", "../../beside/sentinel.txt", "../../beside/run/" + path.name,
+              "../../../beside/sentinel.txt")  # fmt: skip
+    target = ("nowhere", path.name, "/dev/null", "../other/" + path.name, *beside)[tamper.where % 9]
     _remove(path)
     path.symlink_to(target)
 

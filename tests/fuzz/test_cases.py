@@ -196,6 +196,8 @@ DAMAGED = (
     *(((Tamper("sharded/checkpoints/step-00000001/manifest.json", "whole", 0, value),),
       "train --resume --out sharded")
       for value in ([], None, 3, {"x": 3}, "deep")),
+    *(((Tamper(f"part/{file}", "link", where),), "train --resume --out part") for where in (0, 4, 5, 6)
+      for file in ("metrics.jsonl", "checkpoints", "model.safetensors", "lock", "environment.json")),
     ((Tamper("sharded/checkpoints/.step-00000001.saving", "link", 4),), "train --resume --out sharded"),
     ((Tamper(".run.overwriting", "link", 4),), "train --overwrite --preset demo --out run"),
     ((Tamper("cells/.merging-1", "link", 4),), "suite merge cells.tar.gz --out cells"),

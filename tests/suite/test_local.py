@@ -23,7 +23,7 @@ from tra.presets import preset
 from tra.runs import RunFolder, read_rows, write_rows
 from tra.suite import SUITES, Cell, Part, cells, suite
 from tra.suite.cell import run_cell
-from tra.suite.cell_process import CUT_OFF, Reports, prepare_cells
+from tra.suite.cell_process import CUT_OFF, Reports, prepare_cells, start_cell
 from tra.suite.grid import cells_of
 from tra.suite.local import run_suite
 from tra.suite.state import is_done, state
@@ -174,6 +174,15 @@ def test_a_cell_with_damaged_weights_is_not_done(tmp_path: Path) -> None:
     assert (is_done(run.path), state(run.path).status) == (False, "cut off")
     run.save_weights(Decoder(dataclasses.replace(config.model, d_model=32)), 2)  # intact, and of another model
     assert not is_done(run.path)
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "cell").mkdir()
+    (tmp_path / "cell" / "log.txt").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        start_cell(tmp_path / "cell", "cpu", {})
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 @pytest.mark.slow

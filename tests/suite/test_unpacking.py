@@ -97,6 +97,13 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_hidden_folder_is_no_run(tmp_path: Path) -> None:
+    """The folder .cache beside runs holds compiled code, which a suite's cells run."""
+    bad = archive(tmp_path / "a.tar.gz", member(".cache/config.json", b"{}"), member(".cache/inductor/x.py", b"evil"))
+    assert merge([bad], tmp_path / "out").taken == []
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_header_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
     info, content = member("run/file", b"x")
     info.pax_headers = {"comment": "x" * 2**21}

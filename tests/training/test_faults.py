@@ -102,6 +102,36 @@ def test_a_bad_line_of_metrics_is_named_and_nothing_is_lost(trained: Path, tmp_p
     assert metrics.read_bytes() == content
 
 
+def test_a_link_in_place_of_checkpoints_is_not_followed(trained: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    (run / "model.safetensors").unlink()
+    (run / "checkpoints").rename(tmp_path / "precious")
+    (tmp_path / "precious" / ".step-00000001.safetensors.1.tmp").touch()
+    before = sorted(path.name for path in (tmp_path / "precious").iterdir())
+    (run / "checkpoints").symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match="checkpoints is a link, which is not followed"):
+        resume(run)
+    with RunFolder(run).lock():
+        pass
+    assert sorted(path.name for path in (tmp_path / "precious").iterdir()) == before
+
+
+@pytest.mark.parametrize("target", ["new", "precious"])
+def test_a_link_in_place_of_metrics_leads_nowhere(trained: Path, tmp_path: Path, target: str) -> None:
+    run = copy(trained, tmp_path / "run")
+    (tmp_path / "precious").write_text('{"step": 1}\n')
+    for file in (run / "model.safetensors", run / "metrics.jsonl"):
+        file.unlink()
+    (run / "metrics.jsonl").symlink_to(tmp_path / target)
+    if target == "new":  # there would be one
+        with pytest.raises(OSError, match=r"symbolic links.*metrics\.jsonl"):
+            resume(run)
+    else:
+        resume(run)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "precious").read_text() == '{"step": 1}\n'
+
+
 def test_a_checkpoint_of_another_model_is_passed_over(trained: Path, tmp_path: Path) -> None:
     run, other = copy(trained, tmp_path / "run"), tmp_path / "other"
     train(small("train.steps=25", "model.d_model=16"), other, device=CPU)

@@ -58,6 +58,12 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         flush_folder(path.parent)
 
 
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open a file to write at its end. A link is an error: it may lead out of the folder."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
+
+
 @contextlib.contextmanager
 def name_in_errors(path: Path, instead_of: Path | None = None) -> Iterator[None]:
     """Name a file in errors of writing it, which name none, or the temporary one."""

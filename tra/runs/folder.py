@@ -100,9 +100,10 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Keep other processes from writing to the folder, and remove what killed ones left."""
         with folder_lock(self.path):
-            for folder in (self.path, self.checkpoint_folder):
-                remove_stale_files(folder)
-            clear_folders_beside(self.checkpoint_folder, "saving", "removing")
+            remove_stale_files(self.path)
+            if not self.checkpoint_folder.is_symlink():
+                remove_stale_files(self.checkpoint_folder)
+                clear_folders_beside(self.checkpoint_folder, "saving", "removing")
             yield
 
     def start(self, config: RunConfig | None, *, resume: bool, overwrite: bool) -> RunConfig:
@@ -119,6 +120,8 @@ class RunFolder:
             raise ValueError(f"{self.path} is not a run folder, so it is not overwritten")
         if self._is_used() and not resume and not overwrite:
             raise ValueError(f"{self.path} exists already: use --resume to go on, --overwrite to start anew")
+        if self.checkpoint_folder.is_symlink() and not overwrite:
+            raise ValueError(f"{self.checkpoint_folder} is a link, which is not followed: move the whole run instead")
         if has_config and resume:
             stored = self.config()
             if config is not None and dataclasses.replace(config, imports=stored.imports) != stored:

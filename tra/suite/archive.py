@@ -60,8 +60,12 @@ def check_pack_target(file: Path) -> None:
 
 
 def run_folders(out: Path) -> list[Path]:
-    """Return the run folders directly under a folder. Links to a config.json don't make one."""
-    return sorted(path.parent for path in out.glob("*/config.json") if path.is_file() and not path.is_symlink())
+    """Return the run folders directly under a folder. Links to a config.json don't make one.
+
+    Hidden folders are none: `.cache` holds compiled code that a suite's cells run.
+    """
+    files = (path for path in out.glob("*/config.json") if path.is_file() and not path.is_symlink())
+    return sorted(path.parent for path in files if not path.parent.name.startswith("."))
 
 
 def _regular_files(folder: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tra.runs import LockedError, RunFolder
+from tra.runs import LockedError, RunFolder, open_to_append
 from tra.runs.processes import python_command
 from tra.suite.grid import Cell
 from tra.suite.state import clear_failure, is_done, read_failure, record_failure
@@ -76,7 +76,7 @@ def start_cell(
     limit = "-" if seconds is None else str(seconds)
     command = python_command("-m", "tra.suite.cell", str(folder), device or "-", limit, *imports)
     environment = {**environment, "TRA_PARENT": str(os.getpid())}
-    with (folder / "log.txt").open("ab") as log:
+    with open_to_append(folder / "log.txt") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=new_session)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tra.runs import open_to_append
 from tra.runs.extensions import imported_paths
 from tra.runs.failures import pip_install
 from tra.suite.cell_process import Report, Reports, cell_environment, prepare_cells, report_end, start_cell
@@ -68,8 +69,8 @@ def run_on_ray(
                 try:
                     status = ray.get(reference)
                 except Exception as error:  # Ray raises many kinds for a worker that died too often
-                    with (out / cell.folder / "log.txt").open("a") as log:
-                        log.write(f"{type(error).__name__}: {str(error).splitlines()[0]}\n")
+                    with open_to_append(out / cell.folder / "log.txt") as log:
+                        log.write(f"{type(error).__name__}: {str(error).splitlines()[0]}\n".encode())
                     status = 1
                 reports.add(report_end(cell, out, status, time.monotonic() - begun))
     finally:

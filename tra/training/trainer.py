@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tra.config import RunConfig
 from tra.model import Decoder
-from tra.runs import RunFolder, read_rows, write_rows
+from tra.runs import RunFolder, open_to_append, read_rows, write_rows
 from tra.tasks import Batch, Task, stream_seed
 from tra.training.checkpoint import (
     State,
@@ -248,8 +248,8 @@ class Trainer:
         if dead_heads:
             metrics["dead_heads"] = dead_heads
         if self.ranks.is_first:
-            with self.run.metrics_file.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
+            with open_to_append(self.run.metrics_file) as file:
+                file.write(f"{json.dumps(metrics)}\n".encode())
         self.nonfinite_logs = 0 if math.isfinite(loss) else self.nonfinite_logs + 1
         if self.nonfinite_logs >= self.config.train.max_nonfinite_steps:
             self._end_nonfinite("the loss is not finite")
