@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,41 @@ def test_the_demo() -> None:
         )
     assert rope["16x"] == 0
     assert "0.000 at 16 times the length" in in_one_line("docs/first-run.md")
+
+
+def test_which_rates_train_the_demos_task() -> None:
+    """The table, the README and the page on the margin say what the logs in the archive say."""
+    learnt: Counter[tuple[str, str]] = Counter()
+    runs: Counter[tuple[str, str]] = Counter()
+    with tarfile.open(ROOT / "results/trainability/runs.tar.gz") as archive:
+
+        def read(name: str) -> str:
+            member = archive.extractfile(name)
+            assert member is not None
+            return member.read().decode()
+
+        for name in archive.getnames():
+            if not name.endswith("/eval.jsonl"):
+                continue
+            config = json.loads(read(name.replace("eval.jsonl", "config.json")))
+            margin = config["model"].get("margin", 0)
+            variant = config["model"]["mechanism"] + (f", margin {margin:g}" if margin else "")
+            exact = {row["split"]: row["exact"] for row in map(json.loads, read(name).splitlines())}["iid"]
+            for rate in (f"{config['optim']['lr']:g}", "all"):
+                runs[variant, rate] += 1
+                learnt[variant, rate] += exact >= 0.99
+    page = (ROOT / "results/trainability/README.md").read_text()
+    for variant in ("tra", "tra, margin 2", "rope", "forgetting"):
+        cells = [
+            f"{learnt[variant, rate]} of {runs[variant, rate]}" for rate in ("0.0003", "0.001", "0.003", "0.01", "all")
+        ]
+        assert f"| {variant} | {' | '.join(cells)} |" in page
+    assert f"first {sum(runs[key] for key in runs if key[1] == 'all')} of the suite's 160 runs" in page
+    with_margin, without = (
+        f"{learnt[variant, 'all']} of {runs[variant, 'all']}" for variant in ("tra, margin 2", "tra")
+    )
+    assert f"{with_margin} runs with a margin of 2 learnt it, and {without} without" in in_one_line("README.md")
+    assert f"{with_margin} runs, and {without} without" in in_one_line("docs/what-we-changed.md")
 
 
 def test_flip_flop_at_the_papers_size() -> None:
