@@ -7,17 +7,22 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tra.presets import preset
 from tra.runs import RunFolder, read_rows
 from tra.training import train
 from tra.training.checkpoint import checkpoints
-from tra.training.distributed import Ranks
+from tra.training.distributed import RankLostError, Ranks, meet
 
 CHANGES = (
     "model.d_model=32",
@@ -54,17 +59,25 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
+@contextmanager
 def start(
     folder: Path, *extra: str, changes: tuple[str, ...] = CHANGES, launch: tuple[str, ...] = ()
-) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a run over two processes. A test that fails leaves none behind, and waits for none."""
+    with subprocess.Popen(
         command(folder, *extra, changes=changes, launch=launch),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
-        start_new_session=True,
-    )
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            for pid in (process.pid, *children(process)):  # torchrun gives each process a session of its own
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
 
 
 def losses(folder: Path) -> list[float]:
@@ -88,6 +101,48 @@ def test_the_loss_is_that_of_one_process(tmp_path: Path, changes: tuple[str, ...
     assert one[0] != pytest.approx(one[-1], rel=1e-2)
     rows = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
     assert [row["accuracy"] for row in rows[0]] == pytest.approx([row["accuracy"] for row in rows[1]], abs=0.02)
+
+
+def meet_in_threads(
+    store: dist.Store, ranks: list[int], world: int, seconds: int = 60
+) -> dict[int, dist.Store | Exception]:
+    """Let ranks meet that start in this order, a little apart, and return what each got."""
+    found: dict[int, dist.Store | Exception] = {}
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = meet(store, rank, world, timedelta(seconds=seconds))
+        except RankLostError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+def test_a_restart_reads_nothing_of_the_start_before(order: list[int]) -> None:
+    """Whoever comes first, also after a start that not all reached."""
+    store = dist.HashStore()
+    before = meet_in_threads(store, order, 3)
+    assert isinstance(before[0], dist.Store)
+    before[0].set("address", "that of a process which has ended")
+    lost = meet_in_threads(store, [0, 1], 3, seconds=1)
+    assert str(lost[0]) == str(lost[1]) == "not all processes of the run have started within 1 s"
+    after = meet_in_threads(store, order, 3)
+    for rank in order:
+        mine = after[rank]
+        assert isinstance(mine, dist.Store)
+        assert not mine.check(["address"])
+        mine.set(f"from {rank}", "here")
+    for rank in order:
+        mine = after[rank]
+        assert isinstance(mine, dist.Store)
+        assert all(mine.check([f"from {other}"]) for other in order)
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:

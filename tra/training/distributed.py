@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from tra.config import TrainConfig
 
@@ -123,13 +127,49 @@ def join_processes(device: torch.device) -> Iterator[Ranks]:
     ranks = Ranks(int(os.environ["RANK"]), world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    shared = next(rendezvous("env://", timeout=TIMEOUT))[0]
     try:
-        ranks.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        with explain_lost_rank():
+            store = meet(shared, ranks.rank, world)
+            dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=world, timeout=TIMEOUT)
+            ranks.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         yield ranks
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def meet(store: Store, rank: int, world: int, timeout: datetime.timedelta = TIMEOUT) -> Store:
+    """Wait for all processes of this start, and return a part of the store that only they use.
+
+    When `torchrun` restarts processes, they find their predecessors' entries in its store. A process that took a dead
+    one's address from there would wait for it for ever (pytorch/pytorch#135712). So the first process names each start
+    by a number it draws, and a process that read the name of an earlier start isn't among those who met there.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("tra/start", own)
+        others = [f"tra/{own}/{other}" for other in range(1, world)]
+        try:
+            store.wait(others, timeout)
+        except dist.DistStoreError:
+            raise RankLostError(_not_met(timeout)) from None
+        store.set(f"tra/{own}/all", " ".join(store.get(other).decode() for other in others))
+        return PrefixStore(f"tra/{own}", store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        if store.check(["tra/start"]):
+            start = store.get("tra/start").decode()
+            store.set(f"tra/{start}/{rank}", own)
+            if store.check([f"tra/{start}/all"]) and own in store.get(f"tra/{start}/all").decode().split():
+                return PrefixStore(f"tra/{start}", store)
+        time.sleep(0.1)
+    raise RankLostError(_not_met(timeout))
+
+
+def _not_met(timeout: datetime.timedelta) -> str:
+    return f"not all processes of the run have started within {timeout.total_seconds():g} s"
 
 
 def local_device(device: torch.device) -> torch.device:
