@@ -71,7 +71,7 @@ def test_killed_twice_it_ends_with_the_table_of_an_undisturbed_one(tmp_path: Pat
     assert table_of(hurt) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 def test_a_budget_is_kept_and_what_is_left_goes_on(tmp_path: Path) -> None:
     """A run that would take far longer ends in time, saved, with status 0; and the next call goes on from there."""
     endless = cell("rope", steps=10**6)
