@@ -19,6 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from tra.attention import MECHANISMS, Mechanism
 from tra.hub._bounded_cache import TRABoundedCache, run_in_chunks
 from tra.hub._cache import adapt, is_static, real_keys
+from tra.hub._continuous_batching import PackedRequests, check_support
 from tra.hub._packing import check_not_packed, document_ids
 from tra.hub.config import TRAConfig
 from tra.model import Block, Decoder, check_tokens, run_layers
@@ -150,8 +151,13 @@ class TRAModel(TRAPreTrainedModel):
             position_ids: `[B or 1, T]`. Where they start again at 0, another document begins, and tokens see only their
                 own. Positions themselves are counted here; other position_ids raise a ValueError, but not in a compiled
                 graph. With a cache they aren't used, nor in an exported graph with a mask.
-            kwargs: What tokenizers, collators and losses pass to any model. Other arguments raise a ValueError.
+            kwargs: What tokenizers, collators, losses and continuous batching pass to any model. Other arguments raise
+                a ValueError.
         """
+        requests = None
+        if "write_index" in kwargs:  # a step of continuous batching, whose masks and positions aren't needed
+            requests, kwargs = PackedRequests(kwargs), {}
+            attention_mask, position_ids, use_cache = None, None, False
         _check_others(kwargs, position_ids)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -179,6 +185,8 @@ class TRAModel(TRAPreTrainedModel):
             check_not_packed(position_ids, attention_mask)
         if output_attentions:
             _check_map(length, past_key_values)
+        if requests is not None and (output_attentions or output_hidden_states):
+            raise ValueError("continuous batching doesn't go with output_attentions or output_hidden_states")
         layers = self.layers[: self.config.num_hidden_layers]  # early exit sets fewer
         if past_key_values is not None:
             cache, key_mask = adapt(past_key_values, self.config, len(layers), inputs_embeds, attention_mask)
@@ -194,11 +202,13 @@ class TRAModel(TRAPreTrainedModel):
             maps.append(weights)
             return x
 
-        def run(embeds: Tensor, mask: Tensor | None) -> Tensor:
+        def run(embeds: Tensor, mask: Tensor | None, cache: Any = cache) -> Tensor:
             return run_layers(embeds, layers, self.norm, mask, cache, documents, call_layer)
 
         hidden: Any
-        if isinstance(past_key_values, TRABoundedCache) and length > past_key_values.bounded.chunk:
+        if requests is not None:
+            hidden = requests.run(lambda rows, cache: run(rows, None, cache), inputs_embeds)
+        elif isinstance(past_key_values, TRABoundedCache) and length > past_key_values.bounded.chunk:
             if output_hidden_states:
                 raise ValueError("output_hidden_states doesn't go with a prompt longer than a bounded cache's chunk")
             hidden = run_in_chunks(run, inputs_embeds, key_mask, past_key_values.bounded.chunk)
@@ -301,6 +311,20 @@ class TRAForCausalLM(TRAPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states,
             attentions=out.attentions,
         )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers. Continuous batching is for TRA and rope, with pages of 64, 128, ... tokens."""
+        manager = super().init_continuous_batching(*args, **kwargs)
+        check_support(self.config.mechanism, manager.continuous_batching_config)
+        return manager
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """See transformers. "paged|eager", which continuous batching asks for, changes nothing.
+
+        It would only make transformers build a mask of all slots of its cache.
+        """
+        if attn_implementation != "paged|eager":
+            super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(

@@ -68,15 +68,15 @@ def paged_softmax_attention(query: Tensor, pages: Pages) -> Tensor:
     if pages.guard is not None:
         raise ValueError("a window's guard is for TRA: without gates there is no bound on the weight of older keys")
     keys = pages.keys
-    batch, columns = keys.table.shape
+    (batch, columns), page_size = keys.table.shape, keys.key.shape[2]
     if pages.in_order:
         key, value = (_slots(pool, batch * columns, batch) for pool in (keys.key, keys.value))
     else:
         key, value = (pool[keys.table.long()].transpose(1, 2).flatten(2, 3) for pool in (keys.key, keys.value))
-    slot = torch.arange(columns * PAGE_SIZE, device=query.device)
+    slot = torch.arange(columns * page_size, device=query.device)
     last = keys.lengths.long()[:, None] - 1
-    pinned = -(-pages.sinks // PAGE_SIZE) * PAGE_SIZE
-    turn = columns * PAGE_SIZE - pinned
+    pinned = -(-pages.sinks // page_size) * page_size
+    turn = columns * page_size - pinned
     newest = last - (last - slot).remainder(turn)  # the newest token that this slot may have
     token = torch.where(slot < pinned, slot, newest)[:, None]  # [B, 1, slots]
     position = keys.positions(query.shape[2])[..., None]  # [B, Tq, 1]
