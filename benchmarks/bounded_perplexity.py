@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,20 +53,22 @@ class Reading(NamedTuple):
     """A way to read a text: which keys a query sees."""
 
     method: str  # whole, bounded cache, calibrated cache, window, window and sinks
-    window: int | None = None  # the largest, if they differ by layer
+    window: int | None = None  # the largest, if they differ by head
     sinks: int = 0
-    windows: tuple[int, ...] = ()  # by layer, if they differ
+    windows: tuple[tuple[int, ...], ...] = ()  # by layer and head, if they differ
 
 
-def readings(mechanism: str, length: int, shares: Sequence[int], calibrated: Sequence[int] = ()) -> Iterator[Reading]:
+def readings(
+    mechanism: str, length: int, shares: Sequence[int], calibrated: Sequence[Sequence[int]] = ()
+) -> Iterator[Reading]:
     """Yield the ways in which a mechanism reads a text of `length` tokens, the way that sees all of it first.
 
     Args:
-        calibrated: Windows of the layers, if they have been calibrated.
+        calibrated: Windows by layer and head, if they have been calibrated.
     """
     yield Reading("whole")
     if calibrated:
-        yield Reading("calibrated cache", max(calibrated), windows=tuple(calibrated))
+        yield Reading("calibrated cache", max(map(max, calibrated)), windows=tuple(map(tuple, calibrated)))
     for share in shares:
         window = length // share
         if issubclass(MECHANISMS[mechanism], ThresholdRelativeAttention):
@@ -167,11 +170,11 @@ def bench_bounded_perplexity(
     return rows
 
 
-def _calibrated(run: RunFolder) -> list[int]:
-    """Return the windows of a run's layers; an empty list if the run hasn't been calibrated."""
+def _calibrated(run: RunFolder) -> list[list[int]]:
+    """Return the windows of a run by layer and head; an empty list if the run hasn't been calibrated."""
     if not run.windows_file.is_file():
         return []
-    return [max(heads) for heads in read_windows(run.windows_file, run).windows]
+    return read_windows(run.windows_file, run).windows
 
 
 def _check(run: RunFolder, stream: Stream) -> None:
@@ -198,7 +201,8 @@ def write_figure(rows: Sequence[dict[str, Any]], out: Path) -> Path:
                 found = [row for row in rows if (row["variant"], row["length"]) == (variant, length)]
                 for row in found:
                     if row["method"] == "calibrated cache":
-                        keys = sum(row["windows"]) / len(row["windows"])
+                        # in older logs all heads of a layer have one window
+                        keys = mean(layer if isinstance(layer, int) else mean(layer) for layer in row["windows"])
                         style = styles[variant] | {"label": f"{name_of(variant)}, {row['method']}", "markersize": 11}
                         axis.plot([keys], [row["perplexity"]], **style | {"marker": "*", "linestyle": ""})
                 for method in dict.fromkeys(row["method"] for row in found):
@@ -212,7 +216,7 @@ def write_figure(rows: Sequence[dict[str, Any]], out: Path) -> Path:
                     axis.plot(*zip(*points, strict=True), **style)
             sizes = {length, *(row["window"] for row in rows if row["length"] == length and not row["windows"])}
             length_ticks(axis, sorted(sizes - {None}))
-            axis.set(yscale="log", xlabel="keys in a layer's cache", title=f"text of {length:,} tokens")
+            axis.set(yscale="log", xlabel="keys in a head's cache", title=f"text of {length:,} tokens")
         axes[0][0].set_ylabel("perplexity, second half")
         axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return out

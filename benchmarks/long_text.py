@@ -141,7 +141,8 @@ def bench_long_text(
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Return one row: the summary, and time per token and memory of every block."""
-    windows = choose_memory(asked, run).windows
+    memory = choose_memory(asked, run)
+    windows = memory.windows
     model, cache = run.load_model(device).eval(), BoundedCache(len(windows), windows, chunk=CHUNK)
     text = whole_text(run, block if generates else tokens, seed)
     found = generate(model, text.tokens[:, :8], tokens, cache, block) if generates else read(
@@ -155,7 +156,7 @@ def bench_long_text(
             progress(f"{len(blocks) * block:,} of {tokens:,} tokens")
     assert len(held) == 1, "the cache has grown"
     row: dict[str, Any] = {"way": "generated" if generates else "read", "tokens": tokens, "windows": list(windows)}
-    row |= {"cache_bytes": held.pop()} | summary(blocks, tokens, block, max(windows))
+    row |= {"cache_bytes": held.pop()} | summary(blocks, tokens, block, memory.range()[1])
     series = {
         "us_per_token": [round(1e6 * one.seconds / block, 2) for one in blocks],
         "memory": [one.memory for one in blocks],

@@ -25,28 +25,39 @@ TAKE_PAGES = ["tra", "tra-threshold-only", "rope"]
 MECHANISM = pytest.mark.parametrize("mechanism", TAKE_PAGES)
 
 
+BY_LAYER_AND_HEAD = pytest.mark.parametrize("windows", [[20, 50], [[20, 20, 150, 150], [90, 90, 9, 9]]])
+Windows = list[int] | list[list[int]]
+"""By layer, or by layer and head."""
+
+
 @contextmanager
-def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
+def hidden_beyond(windows: Windows, sinks: int = 0) -> Iterator[None]:
     """Hide old keys from every query of a decoder without a cache, layer by layer, in TRA's map and in rope's mask."""
     layer = -1
 
-    def next_window() -> int:
+    def next_windows(heads: int) -> list[int]:
         nonlocal layer
         layer = (layer + 1) % len(windows)
-        return windows[layer]
+        here = windows[layer]
+        return [here] * heads if isinstance(here, int) else here
 
     def definition(query: Tensor, key: Tensor, value: Tensor, log_forget: Tensor, *rest: object) -> Tensor:
         visible, options, _ = rest
         assert isinstance(visible, Visible)
-        first = (visible.last - next_window() + 1).clamp(min=0)
-        found = full_map.full_attention_map(query, key, log_forget, visible._replace(first=first), options)  # type: ignore[arg-type]
-        return full_map.weigh_values(found.weights, value, None, query.dtype)
+        group = query.shape[1] // key.shape[1]
+        parts = []
+        for head, window in enumerate(next_windows(query.shape[1])):
+            own, shared = slice(head, head + 1), slice(head // group, head // group + 1)
+            near = visible._replace(first=(visible.last - window + 1).clamp(min=0))
+            found = full_map.full_attention_map(query[:, own], key[:, shared], log_forget[:, own], near, options)  # type: ignore[arg-type]
+            parts.append(full_map.weigh_values(found.weights, value[:, shared], None, query.dtype))
+        return torch.cat(parts, dim=1)
 
     original = attention_inputs.visible_keys
 
     def visible_keys(inputs: attention_inputs.AttentionInputs, rows: Tensor) -> Tensor:
-        index = torch.arange(inputs.key.shape[2])
-        near = (index > rows[:, None] - next_window()) | (index < sinks)
+        index, each = torch.arange(inputs.key.shape[2]), torch.tensor(next_windows(inputs.query.shape[1]))
+        near = (index > rows[:, None] - each[:, None, None]) | (index < sinks)
         return original(inputs, rows) & near
 
     def softmax(inputs: attention_inputs.AttentionInputs, dropout: float) -> Tensor:
@@ -63,7 +74,7 @@ def hidden_beyond(windows: list[int], sinks: int = 0) -> Iterator[None]:
 
 
 @torch.no_grad()
-def windowed(model: tra.Decoder, text: Tensor, windows: list[int], sinks: int = 0) -> Tensor:
+def windowed(model: tra.Decoder, text: Tensor, windows: Windows, sinks: int = 0) -> Tensor:
     with hidden_beyond(windows, sinks):
         return model(text)
 
@@ -98,14 +109,56 @@ def test_a_window_hides_what_is_older(mechanism: str, margin: float) -> None:
 
 
 @MECHANISM
+@pytest.mark.parametrize("margin", [0.0, *slow(1.0, float("inf"))])
+def test_heads_have_windows_of_their_own(mechanism: str, margin: float) -> None:
+    """And memory of their own: heads whose windows fill as many pages share a ring."""
+    changes = {} if mechanism == "rope" else {"margin": margin}
+    model, ids = decoder(mechanism, n_kv_heads=4, **changes), tokens(2, 300)
+    windows = [[100, 30, 30, 7], [20, 64, 150, 129]]
+    right = windowed(model, ids, [[100, 30, 30, 30], [20, 64, 150, 150]])  # 7 fills as many pages as 30, 129 as 150
+    assert not torch.allclose(right, windowed(model, ids, windows), **EXACT)
+    for chunks in ([25] * 12, [7, 20] + [1] * 120 + [25] * 6 + [3]):
+        cache = BoundedCache(2, windows, chunk=25)
+        torch.testing.assert_close(read(model, ids, cache, chunks), right, **EXACT)
+        assert [[ring.window for ring in layer.rings] for layer in cache.layers] == [[30, 100], [20, 64, 150]]
+        of_heads, padding = (2 + 1 + 1 + 1) + (1 + 2 + 3 + 3), 8  # pages: of a row, and one for each head
+        assert cache.memory_bytes == 2 * (2 * of_heads + padding) * 64 * 8 * 8
+
+
+@MECHANISM
+def test_query_heads_that_share_a_key_head_share_its_ring(mechanism: str) -> None:
+    model, ids = decoder(mechanism), tokens(2, 200)
+    cache = BoundedCache(2, [[5, 100, 70, 3], [40, 40, 100, 150]], chunk=20)
+    right = windowed(model, ids, [[100, 100, 100, 100], [40, 40, 150, 150]])
+    torch.testing.assert_close(read(model, ids, cache, [20] * 4 + [1] * 120), right, **EXACT)
+    assert [len(layer.rings) for layer in cache.layers] == [1, 2]
+
+
+def test_windows_that_fit_no_heads() -> None:
+    model, ids = decoder("tra"), tokens(1, 9)
+    with pytest.raises(ValueError, match=r"windows by head must be one for each head, got 3 for 2 key heads"):
+        read(model, ids, BoundedCache(2, [[9, 9, 9]] * 2), [9])
+    with pytest.raises(ValueError, match=r"windows by head must be one for each of 4 heads, got 2"):
+        read(model, ids, BoundedCache(2, [[9, 9]] * 2), [9])
+    for wrong, message in (
+        ([[9], []], "at least 1"),
+        ([[9], ["9"]], "whole numbers"),
+        ([[9, 0], [9, 9]], "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BoundedCache(2, wrong)  # type: ignore[arg-type]
+
+
+@MECHANISM
 @SIDE
-def test_padding_changes_nothing(mechanism: str, side: str) -> None:
+@BY_LAYER_AND_HEAD
+def test_padding_changes_nothing(mechanism: str, side: str, windows: Windows) -> None:
     """Nor does what stands there: here NaN, which would poison whatever reads it. Rows wrap at different places."""
     model = decoder(mechanism)
     ids, mask, prompts = padded([200, 77, 3], 200, side)
-    alone = [windowed(model, prompt, [20, 50])[0] for prompt in prompts]
+    alone = [windowed(model, prompt, windows)[0] for prompt in prompts]
     embedded = model.embed_tokens(ids).masked_fill(~mask[..., None], torch.nan)
-    cache, found, end = BoundedCache(2, [20, 50], chunk=40), [], 0
+    cache, found, end = BoundedCache(2, windows, chunk=40), [], 0
     for piece in embedded.split([30, 1, 1, 40, 40, 40, 40, 8], dim=1):
         end += piece.shape[1]
         with torch.no_grad():
@@ -195,6 +248,11 @@ def test_the_guard_counts_who_asks_for_more() -> None:
     assert second == {"window": 200, "queries": 0, "unmet": [0] * 4}
     assert (first["window"], first["queries"]) == (80, 2 * 40)
     assert first["unmet"] == [0, 0, 80, 80]
+    cache = BoundedCache(2, [[200, 200, 80, 80], [80] * 4], chunk=60, guard=True)
+    read(model, ids, cache, [60] + [1] * 60)
+    by_head = cache.unmet_windows()
+    assert by_head[0] == {"window": [200, 200, 80, 80], "queries": [0, 0, 80, 80], "unmet": [0, 0, 80, 80]}
+    assert by_head[1]["queries"] == [80] * 4
     cache, (ids, mask, _) = BoundedCache(2, 80, chunk=60, guard=True), padded([120, 90], 120, "right")
     with torch.no_grad():
         for end in (60, *range(61, 121)):  # padding, which is read at last in the second row, doesn't count
@@ -223,12 +281,13 @@ def test_the_guard_can_have_a_tolerance_of_its_own() -> None:
 
 
 @MECHANISM
+@BY_LAYER_AND_HEAD
 @torch.no_grad()
-def test_rows_can_be_chosen(mechanism: str) -> None:
+def test_rows_can_be_chosen(mechanism: str, windows: Windows) -> None:
     """As beams are: a cache of the chosen rows goes on like one that has read only these, padding included."""
     model, (ids, mask, _) = decoder(mechanism), padded([90, 40, 3], 90, "left")
     order, step = torch.tensor([1, 1, 0, 2]), tokens(4, 1)
-    cache, expected = BoundedCache(2, [20, 70], chunk=100), BoundedCache(2, [20, 70], chunk=100)
+    cache, expected = BoundedCache(2, windows, chunk=100), BoundedCache(2, windows, chunk=100)
     cache.select_rows(order)  # of an empty one, nothing
     model(ids, mask, cache)
     model(ids[order], mask[order], expected)

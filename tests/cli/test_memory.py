@@ -81,7 +81,7 @@ def test_calibrated_windows(command: Command) -> None:
         for options in ((), ("--memory", "calibrated"), ("--memory", "elsewhere.json"))
     )
     assert calibrated["memory"]["tolerance"] == 0.01
-    assert len(calibrated["memory"]["windows"]) == 2
+    assert [len(heads) for heads in calibrated["memory"]["windows"]] == [2, 2]
     assert calibrated == elsewhere
     assert "memory" not in whole
     assert len(calibrated["tokens"]) == len(whole["tokens"])
@@ -114,6 +114,21 @@ def test_the_guard_by_hand() -> None:
         assert layer.guard is not None
         layer.guard.queries, layer.guard.unmet = torch.tensor(6), torch.tensor(unmet)
     assert guard_line(memory, cache).endswith("; older keys may have weighed more than 0.001 for 25.0% of queries")
+
+
+def test_the_guard_by_head() -> None:
+    memory = Memory(((4, 70), (4, 4)), 0.001)
+    cache = new_cache(memory, tra.DecoderConfig.tiny(5), 99)
+    line = guard_line(memory, cache)
+    assert line == "memory: 4 to 70 tokens in each head, 0.0 MiB; no text was longer than its window"
+    model = tra.Decoder(tra.DecoderConfig.tiny(5)).eval()
+    model.generate(torch.randint(5, (1, 20)), 70, cache=cache)
+    rows = cache.unmet_windows()
+    assert [row["window"] for row in rows] == [[4, 70], [4, 4]]
+    # of the 90 tokens the last isn't read; of the prompt of 20, the last query is counted
+    assert [row["queries"] for row in rows] == [[70, 19], [70, 70]]
+    share = sum(sum(row["unmet"]) for row in rows) / (70 + 19 + 70 + 70)
+    assert guard_line(memory, cache).endswith(f"for {share:.1%} of queries")
 
 
 @pytest.mark.parametrize(

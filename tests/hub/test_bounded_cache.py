@@ -54,6 +54,19 @@ def test_padding_changes_nothing(side: str) -> None:
         torch.testing.assert_close(together[row][mask[row].bool()], alone)
 
 
+def test_heads_have_windows_of_their_own() -> None:
+    model, ids = sharp(), tokens(2, 150)
+    n_heads = model.config.num_attention_heads
+    windows = [[5] * (n_heads // 2) + [100] * (n_heads // 2), [9] * n_heads]
+    ours = decoder_of(model).generate(ids, NEW, cache=tra.BoundedCache(2, windows, chunk=16))
+    cache = TRABoundedCache(model.config, windows, chunk=16)
+    theirs = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(theirs[:, ids.shape[1] :], ours)
+    by_layer = TRABoundedCache(model.config, [100, 9], chunk=16)
+    model.generate(ids, past_key_values=by_layer, max_new_tokens=1, do_sample=False)
+    assert cache.bounded.memory_bytes < by_layer.bounded.memory_bytes
+
+
 def test_steps_are_one_pass() -> None:
     model, ids = sharp(), tokens(2, 100)
     with torch.no_grad():

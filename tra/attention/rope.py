@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tra.attention.nope import NoPositionAttention
 from tra.attention.shared.inputs import AttentionInputs
-from tra.attention.shared.pages import paged_softmax_attention
+from tra.attention.shared.pages import attend_by_group, paged_softmax_attention
 
 
 class RotaryAttention(NoPositionAttention):
@@ -19,5 +19,5 @@ class RotaryAttention(NoPositionAttention):
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         if inputs.pages is not None:
-            return paged_softmax_attention(inputs.query, inputs.pages)
+            return attend_by_group(paged_softmax_attention, inputs.pages, inputs.query)
         return super().attend(inputs)

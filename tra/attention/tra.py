@@ -14,7 +14,7 @@ from tra.attention.shared.base import NORM_EPS, Attention
 from tra.attention.shared.forget_gate import ForgetGate
 from tra.attention.shared.fusing import check_not_overridden
 from tra.attention.shared.inputs import AttentionInputs, key_positions
-from tra.attention.shared.pages import Pages
+from tra.attention.shared.pages import Pages, attend_by_group
 from tra.attention.shared.positions import document_numbers
 from tra.ops import (
     IMPLEMENTATIONS,
@@ -128,7 +128,7 @@ class ThresholdRelativeAttention(Attention):
         options = self._options | {"impl": self.impl}
         query, key, value, log_forget = inputs.query, inputs.key, inputs.value, self.log_forget(inputs.x)
         if inputs.pages is not None:
-            return self._attend_to_pages(query, log_forget, inputs.pages)
+            return attend_by_group(self._attend_to_pages, inputs.pages, query, log_forget)
         if inputs.document_ids is None:
             return threshold_relative_attention(
                 query, key, value, log_forget, key_mask=inputs.key_mask, key_lengths=inputs.key_lengths, **options

@@ -145,12 +145,12 @@ def _table(found: Calibration) -> Table:
 def _summary(found: Calibration) -> list[str]:
     """Return lines that say what was measured, what the windows cost, and which heads have none."""
     largest = max(window for heads in found.windows for window in heads)
-    kept = sum(max(heads) for heads in found.windows)
+    kept = sum(map(sum, found.windows))
     lines = [
         f"measured at {found.queries:,} queries of {found.sequences} sequences of {found.length:,} tokens "
         f"({found.text}, {found.source})",
-        f"with the windows by {found.statistic} a query sees at most {largest:,} keys in a layer, "
-        f"{kept:,} in all {len(found.windows)} layers, however long the text",
+        f"with the windows by {found.statistic} a query sees at most {largest:,} keys in a head, "
+        f"{kept:,} in all {sum(map(len, found.windows))} heads, however long the text",
     ]
     if found.open_heads:
         heads = ", ".join(f"{layer}.{head}" for layer, head in found.open_heads)

@@ -20,8 +20,17 @@ GUARD_TOLERANCE = 1e-3
 class Memory(NamedTuple):
     """The windows of a bounded cache, and the tolerance of its guard."""
 
-    windows: tuple[int, ...]  # of each layer
+    windows: tuple[int | tuple[int, ...], ...]  # of each layer, or of each of its heads
     tolerance: float
+
+    def range(self) -> tuple[int, int]:
+        """Return the smallest and the largest window."""
+        each = [window for layer in self.windows for window in _by_head(layer)]
+        return min(each), max(each)
+
+
+def _by_head(layer: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (layer,) if isinstance(layer, int) else layer
 
 
 def choose_memory(asked: str, run: RunFolder) -> Memory:
@@ -35,7 +44,7 @@ def choose_memory(asked: str, run: RunFolder) -> Memory:
     if asked == "calibrated" or asked.endswith(".json"):
         file = run.windows_file if asked == "calibrated" else Path(asked)
         found = read_windows(file, run)
-        return Memory(tuple(max(heads) for heads in found.windows), found.tolerance)
+        return Memory(tuple(map(tuple, found.windows)), found.tolerance)
     try:
         window = parse_integer(asked)
     except (ValueError, argparse.ArgumentTypeError):
@@ -55,7 +64,10 @@ def new_cache(memory: Memory, model: DecoderConfig, tokens: int) -> BoundedCache
     from tra.attention import MECHANISMS, BoundedCache, ThresholdRelativeAttention
 
     guarded = issubclass(MECHANISMS[model.mechanism], ThresholdRelativeAttention) and model.qk_norm is not False
-    windows = [min(window, tokens) for window in memory.windows]
+    windows = [
+        min(layer, tokens) if isinstance(layer, int) else [min(window, tokens) for window in layer]
+        for layer in memory.windows
+    ]
     return BoundedCache(len(windows), windows, guard=memory.tolerance if guarded else False)
 
 
@@ -74,13 +86,16 @@ def guard_row(memory: Memory, cache: BoundedCache) -> dict[str, Any]:
 
 def guard_line(memory: Memory, cache: BoundedCache) -> str:
     """Return a line that gives the windows, and the share of queries that may need older keys."""
-    smallest, largest = min(memory.windows), max(memory.windows)
+    smallest, largest = memory.range()
     sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-    line = f"memory: {sizes} tokens in each layer, {cache.memory_bytes / 2**20:.1f} MiB"
+    of_each = "layer" if isinstance(memory.windows[0], int) else "head"
+    line = f"memory: {sizes} tokens in each {of_each}, {cache.memory_bytes / 2**20:.1f} MiB"
     if not is_guarded(cache):
         return line
     rows = cache.unmet_windows()
-    queries = sum(row["queries"] * len(row["unmet"]) for row in rows)
+    queries = sum(
+        sum(row["queries"]) if isinstance(row["queries"], list) else row["queries"] * len(row["unmet"]) for row in rows
+    )
     if not queries:
         return f"{line}; no text was longer than its window"
     share = sum(sum(row["unmet"]) for row in rows) / queries

@@ -21,11 +21,11 @@ class TRABoundedCache(TransformersCache):
 
     Args:
         config: That of the model.
-        windows: Tokens that queries see, one number for all layers or one for each, as `tra calibrate` finds them.
+        windows: Tokens that queries see, as for `tra.BoundedCache`: for all layers, by layer, or by layer and head.
         options: Further arguments of `tra.BoundedCache`: `chunk`, `guard`, and `sinks` for rope.
     """
 
-    def __init__(self, config: TRAConfig, windows: int | Sequence[int], **options: Any) -> None:
+    def __init__(self, config: TRAConfig, windows: int | Sequence[int | Sequence[int]], **options: Any) -> None:
         if not MECHANISMS[config.mechanism].takes_pages:
             raise ValueError(f"{config.mechanism} can't use a bounded cache: it is for TRA and rope")
         self._arguments = config.num_hidden_layers, windows, options

@@ -1,4 +1,4 @@
-"""A cache of bounded memory: a ring of pages for each layer, which holds the window of a text."""
+"""A cache of bounded memory: rings of pages for each layer, which hold the window of a text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tra.attention.shared.cache import CacheView
-from tra.attention.shared.paged_cache import PagedLayer, PagedRows, layer_windows
-from tra.attention.shared.pages import PAGE_SIZE, Pages, WindowGuard
+from tra.attention.shared.cache import CacheView, PackedLayer
+from tra.attention.shared.paged_cache import PagedLayer, PagedRows, windows_by_layer_or_head
+from tra.attention.shared.pages import PAGE_SIZE, Pages, PagesByHead, WindowGuard
 from tra.ops.visible import PagedKeys
 
 
@@ -23,7 +23,9 @@ class BoundedCache(PagedRows):
 
     Args:
         n_layers: Layers of the decoder.
-        windows: Tokens that queries see, one number for all layers or one for each.
+        windows: Tokens that queries see: one number for all layers, or for each layer one, or for each layer one for
+            each of its heads. Heads whose windows fill as many pages share a ring, and see the largest of their
+            windows. So do query heads that share a key head.
         chunk: Most tokens of a prompt that are read at a time. Each layer holds `window + chunk - 1` tokens,
             rounded up to whole pages of 64.
         sinks: First tokens of each row that stay visible besides the window (Xiao et al. 2023); for rope.
@@ -35,33 +37,40 @@ class BoundedCache(PagedRows):
     def __init__(
         self,
         n_layers: int,
-        windows: int | Sequence[int],
+        windows: int | Sequence[int | Sequence[int]],
         *,
         chunk: int = 256,
         sinks: int = 0,
         guard: bool | float = False,
     ) -> None:
         super().__init__()
-        windows = layer_windows(n_layers, windows)
+        self.windows = windows_by_layer_or_head(n_layers, windows)
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         if sinks < 0:
             raise ValueError(f"sinks must be at least 0, got {sinks}")
         if guard is not False and guard is not True and not 0 < guard < 1:
             raise ValueError(f"guard must be a weight above 0 and below 1, or True or False, got {guard}")
-        self.windows = windows
         self.sinks = sinks
         pinned = -(-sinks // PAGE_SIZE)
-        self.layers: list[RingLayer] = [
-            RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), _new_guard(guard))
-            for window in windows
+
+        def ring(window: int) -> RingLayer:
+            return RingLayer(self, window, pinned + -(-(window + chunk - 1) // PAGE_SIZE), _new_guard(guard))
+
+        self.layers: list[RingLayer | RingsByHead] = [
+            ring(window) if isinstance(window, int) else RingsByHead(self, [ring(each) for each in window])
+            for window in self.windows
         ]
-        self.chunk = min((layer.columns - pinned) * PAGE_SIZE - layer.window + 1 for layer in self.layers)
+        self.chunk = min((ring.columns - pinned) * PAGE_SIZE - ring.window + 1 for ring in self._rings)
         """Tokens that can be read at a time once the rings are full."""
+
+    @property
+    def _rings(self) -> list[RingLayer]:
+        return [ring for layer in self.layers for ring in layer.rings]
 
     def begin(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `PackedRows`."""
-        new, room = x.shape[1], min(layer.columns for layer in self.layers) * PAGE_SIZE
+        new, room = x.shape[1], min(ring.columns for ring in self._rings) * PAGE_SIZE
         if new > self.chunk and self.length + new > room:
             raise ValueError(
                 f"this bounded cache takes at most {self.chunk:,} tokens at a time, got {new:,}: read the prompt in "
@@ -73,27 +82,21 @@ class BoundedCache(PagedRows):
         """Replace the batch by its rows `[N]`, as a beam search does. A row may be chosen several times."""
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
-            for layer in self.layers:
-                layer.select_rows(rows)
+            for ring in self._rings:
+                ring.select_rows(rows)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all keys and values, 0 before the first token."""
-        return sum(layer.memory_bytes for layer in self.layers)
+        return sum(ring.memory_bytes for ring in self._rings)
 
     def unmet_windows(self) -> list[dict[str, Any]]:
-        """Return what the guard counted: for each layer `window`, `queries` and `unmet`, one number a head.
+        """Return what the guard counted: for each layer `window`, `queries` and `unmet`.
 
-        `queries` is the number of queries with keys older than the window, `unmet` how many of them may need such keys.
-        Waits for the device.
+        `queries` is the number of queries with keys older than the window, `unmet`, one number a head, how many of them
+        may need such keys. Where heads have windows of their own, all three are lists by head. Waits for the device.
         """
-        found = []
-        for layer in self.layers:
-            if layer.guard is None:
-                raise ValueError("this bounded cache counts nothing: make it with guard=True")
-            queries, unmet = int(layer.guard.queries), layer.guard.unmet.tolist()
-            found.append({"window": layer.window, "queries": queries, "unmet": unmet})
-        return found
+        return [layer.unmet_windows() for layer in self.layers]
 
 
 class RingLayer(PagedLayer):
@@ -104,6 +107,13 @@ class RingLayer(PagedLayer):
         self._cache = cache
         self.window, self.columns, self.guard = window, columns, guard
         """Tokens that queries see, pages of each row, and the counter of queries that may need more."""
+        self.rings = [self]
+
+    def unmet_windows(self) -> dict[str, Any]:
+        """See `BoundedCache`."""
+        if self.guard is None:
+            raise ValueError("this bounded cache counts nothing: make it with guard=True")
+        return {"window": self.window, "queries": int(self.guard.queries), "unmet": self.guard.unmet.tolist()}
 
     @property
     def memory_bytes(self) -> int:
@@ -134,6 +144,69 @@ class RingLayer(PagedLayer):
         key, value = (buffer[torch.cat([pages, padding_page])] for buffer in self._buffers)
         self._buffers = key, value
         self._table = torch.arange(len(pages), dtype=torch.int32, device=pages.device).view(len(rows), self.columns)
+
+
+class RingsByHead(PackedLayer):
+    """One layer of a `BoundedCache` whose heads have windows of their own: a ring for each number of pages.
+
+    Args:
+        each: A ring for each query head. Of those with as many pages, the one with the largest window is used.
+    """
+
+    def __init__(self, cache: BoundedCache, each: list[RingLayer]) -> None:
+        super().__init__(cache)
+        largest: dict[int, RingLayer] = {}
+        for ring in sorted(each, key=lambda ring: ring.window):
+            largest[ring.columns] = ring
+        self.rings = list(largest.values())
+        self._pages_of_heads = [ring.columns for ring in each]
+        self._key_heads: list[Tensor] = []  # of each ring; empty before the first token
+        self._heads: list[Tensor] = []  # query heads of each ring
+        self._places = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def guard(self) -> WindowGuard | None:
+        return self.rings[0].guard
+
+    def add(self, key: Tensor, value: Tensor, key_mask: Tensor | None) -> CacheView:
+        """Write each head's new keys and values over the oldest of its ring."""
+        if not self._key_heads:
+            self._deal_heads(key.shape[1], key.device)
+        groups = []
+        for ring, heads in zip(self.rings, self._key_heads, strict=True):
+            pages = ring.add(key[:, heads], value[:, heads], key_mask).pages
+            assert isinstance(pages, Pages)
+            groups.append(pages)
+        return CacheView(key, value, None, None, PagesByHead(tuple(groups), tuple(self._heads), self._places))
+
+    def _deal_heads(self, key_heads: int, device: torch.device) -> None:
+        """Choose a ring for each key head, the smallest that holds the windows of its query heads."""
+        n_heads = len(self._pages_of_heads)
+        if n_heads % key_heads:
+            raise ValueError(f"windows by head must be one for each head, got {n_heads} for {key_heads} key heads")
+        group = n_heads // key_heads
+        needed = [max(self._pages_of_heads[head * group : (head + 1) * group]) for head in range(key_heads)]
+        self.rings = [ring for ring in self.rings if ring.columns in needed]
+        own = [[head for head in range(key_heads) if needed[head] == ring.columns] for ring in self.rings]
+        heads = [[head * group + index for head in part for index in range(group)] for part in own]
+        self._key_heads = [torch.tensor(part, device=device) for part in own]
+        self._heads = [torch.tensor(part, device=device) for part in heads]
+        self._places = torch.tensor([head for part in heads for head in part], device=device).argsort()
+
+    def unmet_windows(self) -> dict[str, Any]:
+        """See `BoundedCache`."""
+        counts = [ring.unmet_windows() for ring in self.rings]
+        places = self._places.tolist()
+
+        def by_head(name: str) -> list[int]:
+            values = [
+                count[name] if isinstance(count[name], list) else [count[name]] * len(heads)
+                for count, heads in zip(counts, self._heads, strict=False)
+            ]
+            each = [number for part in values for number in part]
+            return [each[place] for place in places]
+
+        return {name: by_head(name) for name in ("window", "queries", "unmet")}
 
 
 def _new_guard(guard: bool | float) -> WindowGuard | None:

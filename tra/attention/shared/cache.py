@@ -16,7 +16,7 @@ from tra.attention.shared.positions import positions
 from tra.ops.compiler_workarounds import is_exporting
 
 if TYPE_CHECKING:
-    from tra.attention.shared.pages import Pages
+    from tra.attention.shared.pages import Pages, PagesByHead
 
 
 class CacheView(NamedTuple):
@@ -26,7 +26,7 @@ class CacheView(NamedTuple):
     value: Tensor  # [B, Hkv, Tk, Dv]
     key_mask: Tensor | None  # [B, Tk]
     key_lengths: Tensor | None  # [B]: slots in use, if not all are; the new tokens are the last of them
-    pages: Pages | None = None  # all keys and values, for mechanisms that have `takes_pages`
+    pages: Pages | PagesByHead | None = None  # all keys and values, for mechanisms that have `takes_pages`
 
 
 class LayerCache:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tra.attention.shared.pages import Pages
+from tra.attention.shared.pages import Pages, PagesByHead
 from tra.attention.shared.positions import document_numbers, positions
 
 
@@ -24,7 +24,7 @@ class AttentionInputs(NamedTuple):
     cache: Any  # a LayerCache, or an object with its methods, or None
     precomputed: Tensor | None = None  # what a mechanism computes once for all row blocks
     key_lengths: Tensor | None = None  # [B]: keys in use of a static cache, for mechanisms that `takes_key_lengths`
-    pages: Pages | None = None  # all keys and values; `key` and `value` are then only the new ones
+    pages: Pages | PagesByHead | None = None  # all keys and values; `key` and `value` are then only the new ones
 
     @property
     def past(self) -> int:

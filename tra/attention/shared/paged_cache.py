@@ -54,12 +54,34 @@ class PagedLayer(PackedLayer):
 def layer_windows(n_layers: int, windows: int | Sequence[int]) -> tuple[int, ...]:
     """Return a window for each layer, checked."""
     each = windows if isinstance(windows, Iterable) else (windows,) * n_layers
-    try:
-        windows = tuple(operator.index(window) for window in each)
-    except TypeError:
-        raise ValueError(f"windows must be whole numbers, got {windows!r}") from None
-    if len(windows) != n_layers:
-        raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {len(windows)}")
-    if min(windows) < 1:
-        raise ValueError(f"windows must be at least 1, got {min(windows)}")
+    windows = _whole_numbers(each, windows)
+    _check_number(len(windows), n_layers)
     return windows
+
+
+def windows_by_layer_or_head(
+    n_layers: int, windows: int | Sequence[int | Sequence[int]]
+) -> tuple[int | tuple[int, ...], ...]:
+    """Return for each layer a window, or one for each of its heads, checked."""
+    each = windows if isinstance(windows, Iterable) else (windows,) * n_layers
+    found = tuple(
+        _whole_numbers(layer, windows) if isinstance(layer, Iterable) else _whole_numbers([layer], windows)[0]
+        for layer in each
+    )
+    _check_number(len(found), n_layers)
+    return found
+
+
+def _whole_numbers(numbers: Iterable[object], given: object) -> tuple[int, ...]:
+    try:
+        found = tuple(operator.index(number) for number in numbers)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"windows must be whole numbers, got {given!r}") from None
+    if not found or min(found) < 1:
+        raise ValueError(f"windows must be at least 1, got {min(found) if found else given!r}")
+    return found
+
+
+def _check_number(found: int, n_layers: int) -> None:
+    if found != n_layers:
+        raise ValueError(f"windows must be one number or one for each of {n_layers} layers, got {found}")

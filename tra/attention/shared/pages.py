@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,33 @@ class Pages(NamedTuple):
     guard: WindowGuard | None = None
     last_is_real: Tensor | None = None  # [B] bool: the last new token isn't padding; for the guard
     in_order: bool = True  # each row's pages are neighbours in the pool
+
+
+class PagesByHead(NamedTuple):
+    """Keys and values in pages where heads have windows of different lengths: some heads share pages."""
+
+    groups: tuple[Pages, ...]
+    heads: tuple[Tensor, ...]  # query heads of each group, in order
+    places: Tensor  # [H]: where each head is among those of all groups, one group after another
+
+
+def attend_by_group(
+    attend: Callable[..., Tensor], pages: Pages | PagesByHead, query: Tensor, *others: Tensor
+) -> Tensor:
+    """Return `attend(query, *others, pages)` `[B, H, Tq, Dv]`, from a call for each group of heads.
+
+    Args:
+        query: `[B, H, Tq, D]`; the other tensors, too, have heads as their second dimension.
+    """
+    if isinstance(pages, Pages):
+        return attend(query, *others, pages)
+    if len(pages.places) != query.shape[1]:
+        raise ValueError(f"windows by head must be one for each of {query.shape[1]} heads, got {len(pages.places)}")
+    found = [
+        attend(*(tensor[:, heads] for tensor in (query, *others)), group)
+        for heads, group in zip(pages.heads, pages.groups, strict=True)
+    ]
+    return torch.cat(found, dim=1)[:, pages.places]
 
 
 class WindowGuard:
