@@ -216,7 +216,7 @@ def write_figure(rows: Sequence[dict[str, Any]], out: Path) -> Path:
                     axis.plot(*zip(*points, strict=True), **style)
             sizes = {length, *(row["window"] for row in rows if row["length"] == length and not row["windows"])}
             length_ticks(axis, sorted(sizes - {None}))
-            axis.set(yscale="log", xlabel="keys in a head's cache", title=f"text of {length:,} tokens")
+            axis.set(yscale="log", xlabel="window of a head, mean over heads", title=f"text of {length:,} tokens")
         axes[0][0].set_ylabel("perplexity, second half")
         axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return out

@@ -3,9 +3,9 @@
     python -m benchmarks.on_gpu --out results-of-today --budget 9m
     python -m benchmarks.on_gpu --out results-of-today --only tests op
 
-Steps run one after the other, the most needed first. Each leaves what it printed, NAME.out and NAME.log, and after
-every step all of it is packed as on_gpu.tar.gz, so that a machine that is taken away loses one step. A step that
-doesn't end within the budget is stopped; those after it are not begun.
+Steps run one after the other, the most needed first. What each printed, NAME.out and NAME.log, is packed as
+on_gpu.tar.gz after every step, so that a machine that is taken away loses one step. A step that doesn't end within
+the budget is stopped; those after it are not begun.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from benchmarks import command
@@ -61,20 +62,20 @@ def run_steps(steps: dict[str, Step], out: Path, budget: float) -> dict[str, str
     out.mkdir(parents=True, exist_ok=True)
     ended: dict[str, str] = {}
     deadline = time.monotonic() + budget
-    for name, step in steps.items():
-        left = deadline - time.monotonic()
-        ended[name] = "not begun" if left < 1 else _run(name, step, out, left)
-        print(f"{name}: {ended[name]}", flush=True)
-        if ended[name] != "not begun":
-            _pack(out)
+    with TemporaryDirectory() as folder:
+        for name, step in steps.items():
+            left = deadline - time.monotonic()
+            ended[name] = "not begun" if left < 1 else _run(name, step, Path(folder), left)
+            print(f"{name}: {ended[name]}", flush=True)
+            _pack(Path(folder), out)
     return ended
 
 
-def _run(name: str, step: Step, out: Path, seconds: float) -> str:
+def _run(name: str, step: Step, folder: Path, seconds: float) -> str:
     """Run a step, and return how it ended."""
     variables = os.environ | dict(variable.split("=") for variable in step.variables)
     began = time.monotonic()
-    with (out / f"{name}.out").open("wb") as printed, (out / f"{name}.log").open("wb") as log:
+    with (folder / f"{name}.out").open("wb") as printed, (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, *step.arguments], stdout=printed, stderr=log, env=variables)
         try:
             status = process.wait(seconds)
@@ -90,12 +91,12 @@ def _run(name: str, step: Step, out: Path, seconds: float) -> str:
     return f"done in {took}" if status == 0 else f"failed with status {status} after {took}"
 
 
-def _pack(out: Path) -> None:
+def _pack(folder: Path, out: Path) -> None:
     """Pack the files of all steps so far, replacing the archive in one step."""
     whole = out / "on_gpu.tar.gz"
     half = out / "on_gpu.tar.gz.half"
     with tarfile.open(half, "w:gz") as archive:
-        for file in sorted((*out.glob("*.out"), *out.glob("*.log"))):
+        for file in sorted(folder.iterdir()):
             archive.add(file, file.name)
     half.replace(whole)
 

@@ -132,10 +132,15 @@ def test_query_heads_that_share_a_key_head_share_its_ring(mechanism: str) -> Non
     right = windowed(model, ids, [[100, 100, 100, 100], [40, 40, 150, 150]])
     torch.testing.assert_close(read(model, ids, cache, [20] * 4 + [1] * 120), right, **EXACT)
     assert [len(layer.rings) for layer in cache.layers] == [1, 2]
+    cache = BoundedCache(2, [[70, 70, 100, 150], [9] * 4], chunk=20)  # 100 fills as many pages as 70, and moves to 150
+    right = windowed(model, ids, [[70, 70, 150, 150], [9] * 4])
+    torch.testing.assert_close(read(model, ids, cache, [20] * 4 + [1] * 120), right, **EXACT)
 
 
 def test_windows_that_fit_no_heads() -> None:
     model, ids = decoder("tra"), tokens(1, 9)
+    for numbers in ([9, 8], [[9] * 4, [8] * 4]):
+        assert BoundedCache(2, torch.tensor(numbers)).windows == BoundedCache(2, numbers).windows  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"windows by head must be one for each head, got 3 for 2 key heads"):
         read(model, ids, BoundedCache(2, [[9, 9, 9]] * 2), [9])
     with pytest.raises(ValueError, match=r"windows by head must be one for each of 4 heads, got 2"):
@@ -253,6 +258,8 @@ def test_the_guard_counts_who_asks_for_more() -> None:
     by_head = cache.unmet_windows()
     assert by_head[0] == {"window": [200, 200, 80, 80], "queries": [0, 0, 80, 80], "unmet": [0, 0, 80, 80]}
     assert by_head[1]["queries"] == [80] * 4
+    begun = BoundedCache(1, [[5, 100]], guard=True).unmet_windows()
+    assert begun == [{"window": [5, 100], "queries": [0, 0], "unmet": [0, 0]}]
     cache, (ids, mask, _) = BoundedCache(2, 80, chunk=60, guard=True), padded([120, 90], 120, "right")
     with torch.no_grad():
         for end in (60, *range(61, 121)):  # padding, which is read at last in the second row, doesn't count
@@ -380,13 +387,16 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.gpu
 @MECHANISM
-def test_a_graph_says_the_same(mechanism: str) -> None:
+@BY_LAYER_AND_HEAD
+def test_a_graph_says_the_same(mechanism: str, windows: Windows) -> None:
     """As the plain loop on the GPU and greedily as on the CPU, in float32, over several turns of the rings."""
     model, (ids, mask, _) = decoder(mechanism, d_model=64).float(), padded([90, 40, 1], 90, "left")
-    on_cpu = model.generate(ids, 200, mask, cache=BoundedCache(2, 50, chunk=64))
+    on_cpu = model.generate(ids, 200, mask, cache=BoundedCache(2, windows, chunk=64))
     model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
     said = [
-        model.generate(ids, 200, mask, cache=BoundedCache(2, 50, chunk=64), graph=graph).cpu()
+        model.generate(
+            ids, 200, mask, cache=BoundedCache(2, windows, chunk=64, guard=mechanism != "rope"), graph=graph
+        ).cpu()
         for graph in (True, False)
     ]
     assert torch.equal(*said)

@@ -204,6 +204,10 @@ def test_other_mechanisms_are_refused(mechanism: str) -> None:
 def test_what_does_not_go_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^page_size must be a multiple of 64 .* got 48$"):
         answers(language_model(), prompts(3), page_size=48)
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.ContinuousBatchingConfig, "cuda_graph_booleans", (False, True))
+        with pytest.raises(ValueError, match="doesn't go with CUDA graphs: set use_cuda_graph=False"):
+            answers(language_model(), prompts(3))
     [result] = answers(language_model(output_hidden_states=True), prompts(3))
     assert result.error == "continuous batching doesn't go with output_attentions or output_hidden_states"
     monkeypatch.setattr(_continuous_batching, "OLDEST_TRANSFORMERS", (99, 1))

@@ -247,6 +247,25 @@ def test_bad_input_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_processes_that_cannot_be_connected_say_why(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path / "run"),
+        capture_output=True,
+        text=True,
+        env=environment() | {"GLOO_SOCKET_IFNAME": "none0"},
+        check=False,
+    )
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("tra: ")]
+    assert said
+    for line in said:
+        assert re.fullmatch(
+            r"tra: the processes of the run can't be connected: .*Unable to find address for: none0", line
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_does_not_go_with_several_processes_is_refused() -> None:
     several, config = Ranks(0, 2), preset("demo")
     Ranks().check(config.override(["train.parallel=none"]).train)

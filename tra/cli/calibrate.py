@@ -149,8 +149,8 @@ def _summary(found: Calibration) -> list[str]:
     lines = [
         f"measured at {found.queries:,} queries of {found.sequences} sequences of {found.length:,} tokens "
         f"({found.text}, {found.source})",
-        f"with the windows by {found.statistic} a query sees at most {largest:,} keys in a head, "
-        f"{kept:,} in all {sum(map(len, found.windows))} heads, however long the text",
+        f"the windows by {found.statistic} are of at most {largest:,} keys, "
+        f"{kept:,} in all {sum(map(len, found.windows))} heads together, however long the text",
     ]
     if found.open_heads:
         heads = ", ".join(f"{layer}.{head}" for layer, head in found.open_heads)

@@ -39,6 +39,11 @@ def check_support(mechanism: str, continuous_batching_config: Any) -> None:
         )
     if not MECHANISMS[mechanism].takes_pages:
         raise ValueError(f"{mechanism} can't use keys in pages: continuous batching is for TRA and rope")
+    if any(continuous_batching_config.cuda_graph_booleans):
+        raise ValueError(
+            "continuous batching of TRA's models doesn't go with CUDA graphs: set use_cuda_graph=False, "
+            "which padding intervals turn on"
+        )
     page_size = continuous_batching_config.page_size
     if page_size % PAGE_SIZE:
         raise ValueError(f"page_size must be a multiple of {PAGE_SIZE} for continuous batching, got {page_size}")

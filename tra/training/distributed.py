@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -132,8 +133,12 @@ def join_processes(device: torch.device) -> Iterator[Ranks]:
     try:
         with explain_lost_rank():
             store = meet(shared, ranks.rank, world)
+        try:
             dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=world, timeout=TIMEOUT)
             ranks.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        except RuntimeError as error:  # also of a wrong GLOO_SOCKET_IFNAME, or a host name that can't be resolved
+            why = re.sub(r"^\[.*?\] ", "", str(error).strip().splitlines()[-1])  # the place in gloo's code
+            raise ValueError(f"the processes of the run can't be connected: {why}") from None
         yield ranks
     finally:
         if dist.is_initialized():

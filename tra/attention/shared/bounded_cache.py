@@ -160,6 +160,7 @@ class RingsByHead(PackedLayer):
             largest[ring.columns] = ring
         self.rings = list(largest.values())
         self._pages_of_heads = [ring.columns for ring in each]
+        self._windows, self._n_heads = [ring.window for ring in each], len(each)
         self._key_heads: list[Tensor] = []  # of each ring; empty before the first token
         self._heads: list[Tensor] = []  # query heads of each ring
         self._places = torch.zeros(0, dtype=torch.int64)
@@ -181,32 +182,31 @@ class RingsByHead(PackedLayer):
 
     def _deal_heads(self, key_heads: int, device: torch.device) -> None:
         """Choose a ring for each key head, the smallest that holds the windows of its query heads."""
-        n_heads = len(self._pages_of_heads)
-        if n_heads % key_heads:
-            raise ValueError(f"windows by head must be one for each head, got {n_heads} for {key_heads} key heads")
-        group = n_heads // key_heads
+        if self._n_heads % key_heads:
+            raise ValueError(
+                f"windows by head must be one for each head, got {self._n_heads} for {key_heads} key heads"
+            )
+        group = self._n_heads // key_heads
         needed = [max(self._pages_of_heads[head * group : (head + 1) * group]) for head in range(key_heads)]
         self.rings = [ring for ring in self.rings if ring.columns in needed]
         own = [[head for head in range(key_heads) if needed[head] == ring.columns] for ring in self.rings]
         heads = [[head * group + index for head in part for index in range(group)] for part in own]
+        for ring, part in zip(self.rings, heads, strict=True):
+            ring.window = max(self._windows[head] for head in part)
         self._key_heads = [torch.tensor(part, device=device) for part in own]
         self._heads = [torch.tensor(part, device=device) for part in heads]
         self._places = torch.tensor([head for part in heads for head in part], device=device).argsort()
 
     def unmet_windows(self) -> dict[str, Any]:
         """See `BoundedCache`."""
-        counts = [ring.unmet_windows() for ring in self.rings]
-        places = self._places.tolist()
-
-        def by_head(name: str) -> list[int]:
-            values = [
-                count[name] if isinstance(count[name], list) else [count[name]] * len(heads)
-                for count, heads in zip(counts, self._heads, strict=False)
-            ]
-            each = [number for part in values for number in part]
-            return [each[place] for place in places]
-
-        return {name: by_head(name) for name in ("window", "queries", "unmet")}
+        by_head = {"window": list(self._windows), "queries": [0] * self._n_heads, "unmet": [0] * self._n_heads}
+        for ring, heads in zip(self.rings, self._heads or [torch.zeros(0)] * len(self.rings), strict=True):
+            counts = ring.unmet_windows()
+            for index, head in enumerate(heads.tolist()):
+                by_head["window"][head], by_head["queries"][head] = counts["window"], counts["queries"]
+                if counts["unmet"]:  # empty before the first query
+                    by_head["unmet"][head] = counts["unmet"][index]
+        return by_head
 
 
 def _new_guard(guard: bool | float) -> WindowGuard | None:

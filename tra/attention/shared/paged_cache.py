@@ -65,11 +65,19 @@ def windows_by_layer_or_head(
     """Return for each layer a window, or one for each of its heads, checked."""
     each = windows if isinstance(windows, Iterable) else (windows,) * n_layers
     found = tuple(
-        _whole_numbers(layer, windows) if isinstance(layer, Iterable) else _whole_numbers([layer], windows)[0]
+        _whole_numbers([layer], windows)[0] if _is_number(layer) else _whole_numbers(layer, windows)  # type: ignore[arg-type]
         for layer in each
     )
     _check_number(len(found), n_layers)
     return found
+
+
+def _is_number(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def _whole_numbers(numbers: Iterable[object], given: object) -> tuple[int, ...]:
