@@ -37,7 +37,8 @@ def test_its_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_its_calibration_runs() -> None:
     names = run_blocks("import torch\n", "calibrate(")
     assert names["text"].shape == (1, 20)
-    assert max(names["windows"]) <= 512
+    assert names["cache"].windows == tuple(map(tuple, names["found"].windows))
+    assert max(map(max, names["found"].windows)) <= 512
 
 
 def test_its_cache_of_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
